@@ -1,0 +1,1 @@
+"""What the user asked for: frozen values, their TOML spelling, and where each value came from. No torch."""

@@ -1,0 +1,1 @@
+"""Carries a judged plan out over a transport, and digests what lies in storage."""

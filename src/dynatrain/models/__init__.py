@@ -1,0 +1,1 @@
+"""Torch modules built from a catalogue, keyed initial weights and keyed dropout."""

@@ -1,0 +1,70 @@
+"""The format of a plan: what a switch moves, from whom to whom, in which rounds.
+
+This format is all that the builder (``plan.build``), the judge (``dynatrain.judge``) and the execution share.
+
+A *granule* is one state of one tensor: the least thing that changes hands at once. A *round* is a set of granules
+that travel together; the same rounds hold on every rank, because they are derived from numbers that every rank has.
+Within a round a rank posts all its receives, then all its sends, then waits for all of them.
+"""
+
+from dataclasses import dataclass
+
+from dynatrain.space.box import Box
+
+Granule = tuple[int, int]
+"""``(index of the tensor in the catalogue, index of the state in the tensor's states)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One box from one holder to one holder, for every state of ``states``.
+
+    ``src == dst`` is a box that stays on its rank but is laid out anew (a local copy).
+
+    Attributes:
+        tensor: index in the catalogue.
+        states: indices of the tensor's states that share the box (all that have the tensor's shape, or one scalar).
+        box: in the coordinates of the logical tensor; ``()`` for a scalar.
+        src: holder that has it under the old ownership.
+        dst: holder that needs it under the new one.
+    """
+
+    tensor: int
+    states: tuple[int, ...]
+    box: Box
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The rounds: which granules travel together, in order. Equal on every rank.
+
+    Attributes:
+        rounds: granules of each round; every granule of the catalogue is in exactly one round.
+        mode: ``keep`` (old state lives to the commit) or ``tight`` (handed over granule by granule).
+    """
+
+    rounds: tuple[tuple[Granule, ...], ...]
+    mode: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank's part of a plan.
+
+    Attributes:
+        rank: whose part.
+        sends: moves with ``src == rank != dst``.
+        receives: moves with ``dst == rank != src``.
+        relays: moves with ``src == dst == rank``: kept, but laid out anew.
+        adopted: granules whose piece is the same box in the same storage layout before and after: nothing is written.
+        schedule: the rounds, equal on every rank.
+    """
+
+    rank: int
+    sends: tuple[Move, ...]
+    receives: tuple[Move, ...]
+    relays: tuple[Move, ...]
+    adopted: tuple[Granule, ...]
+    schedule: Schedule

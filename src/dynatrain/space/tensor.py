@@ -1,0 +1,83 @@
+"""Logical tensors: what a job owns, named once, without a layout.
+
+A *tensor* is a parameter (or a buffer, or a registered object's value) under its canonical name, with its global
+shape. Each tensor has one or more *states*: the value itself and what the optimizer keeps beside it. States of one
+tensor that have its shape are cut exactly like it.
+"""
+
+import math
+from dataclasses import dataclass
+
+ITEMSIZE = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element, by dtype name as torch prints it without its prefix."""
+
+FIRST, LAST = "first", "last"
+"""Stage anchors of tensors that belong to no layer: the embedding sits first, final norm and head last."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One state of a tensor.
+
+    Attributes:
+        name: ``param`` for the value itself; optimizer states by torch's own key (``exp_avg``, ``step``, ...);
+            registered objects as ``object.key`` (``ema.shadow``).
+        dtype: element type, one of :data:`ITEMSIZE`.
+        scalar: one element for the whole tensor, held by every holder of the tensor (AdamW's ``step``); otherwise the
+            state has the tensor's shape and cuts.
+    """
+
+    name: str
+    dtype: str
+    scalar: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One logical tensor.
+
+    Attributes:
+        name: canonical name, with *global* layer numbers (``layers.7.attention.wq.weight``).
+        shape: global shape.
+        cuts: ``(axis, dim)`` in cutting order: the dims that tp and fsdp split, tp first. An axis that is absent does
+            not split the tensor: its ranks hold copies.
+        anchors: the pipeline places that hold it: a global layer number, or :data:`FIRST` / :data:`LAST`. A tied
+            embedding has both, and hence two holders once there are two stages.
+        states: the value (``param``) first, then what the optimizer and registered objects keep for it.
+        unit: the modules it is materialised and gathered with (``layers.7``, ``embedding``, ``head``).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[str, int], ...]
+    anchors: tuple[int | str, ...]
+    states: tuple[State, ...]
+    unit: str
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor (of one state that has its shape)."""
+        return math.prod(self.shape)
+
+    def state_shape(self, state: State) -> tuple[int, ...]:
+        """Global shape of one of its states."""
+        return () if state.scalar else self.shape
+
+    def nbytes(self, state: State) -> int:
+        """Bytes of one of its states, whole."""
+        return math.prod(self.state_shape(state)) * ITEMSIZE[state.dtype]
+
+
+Catalogue = tuple[Tensor, ...]
+"""All tensors of a job, in one agreed order (the order of construction)."""
