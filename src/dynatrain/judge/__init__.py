@@ -1,1 +1,1 @@
-"""The independent judge of plans and certificates: shares the plan's format with its builder, nothing else. No torch."""
+"""The independent judge of plans and certificates: shares the plan's format with its builder and nothing else."""
