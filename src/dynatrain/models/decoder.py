@@ -1,0 +1,183 @@
+"""One pipeline part of a decoder in today's form, under Hugging Face parameter names.
+
+A part holds a range of layers under their *global* numbers, the embedding if it is the first part, final norm and head
+if it is the last. It is plain torch and knows no layout: tensor parallelism (``ColwiseParallel`` on q, k, v, gate, up
+and the head, ``RowwiseParallel`` on o, down), sequence parallelism of the norms, ``fully_shard`` and pipelining are
+applied to it from outside. Head counts come from the local weights, hence a rank that holds a part of the heads runs
+the same code.
+
+Legend: B samples, T tokens, H hidden size, N local heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dynatrain.models.keyed import KeyedDropout, KeyedStream
+
+if TYPE_CHECKING:
+    from dynatrain.space.decoder import DecoderShape
+
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+"""What ``torch.compile`` and activation checkpointing put into the names of the modules that they wrap."""
+
+
+class Rotary:
+    """Turns queries and keys by the angle of their position.
+
+    The tables are computed from integer positions in fp64 and never pass a module boundary as an argument, where mixed
+    precision would cast them; the product is formed in fp32 at least, and rounded to the input's dtype last. No buffer
+    either: nothing to fill after a build on meta.
+    """
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        self._head_dim = head_dim
+        self._theta = theta
+        self._kept: tuple[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] | None = None
+
+    def __call__(self, x_BTND: Tensor) -> Tensor:
+        """Turn each half-split pair ``(x[i], x[i + D/2])``; token ``t`` of the second dim is at position ``t``."""
+        wide = torch.promote_types(x_BTND.dtype, torch.float32)
+        cos, sin = self._tables(x_BTND.shape[1], x_BTND.device, wide)
+        one, other = x_BTND.chunk(2, dim=-1)
+        return (x_BTND * cos + torch.cat((-other, one), dim=-1) * sin).to(x_BTND.dtype)
+
+    def _tables(self, tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, 1, D]; the last ones asked for are kept, since every layer asks for the same."""
+        wanted = (tokens, device, dtype)
+        if self._kept is None or self._kept[0] != wanted:
+            with torch.inference_mode(mode=False):  # kept tables outlive a validation pass and must allow autograd
+                even = torch.arange(0, self._head_dim, 2, device=device, dtype=torch.float64)
+                rates = self._theta ** (-even / self._head_dim)
+                positions = torch.arange(tokens, device=device, dtype=torch.float64)
+                angles = (positions[:, None] * rates).repeat(1, 2)[:, None]
+                self._kept = (wanted, (angles.cos().to(dtype), angles.sin().to(dtype)))
+        return self._kept[1]
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention, with optional norms of queries and keys per head."""
+
+    def __init__(self, shape: DecoderShape, rotary: Rotary) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.rotary = rotary
+        queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        if shape.qk_norm:
+            self.q_norm: nn.Module = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+            self.k_norm: nn.Module = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+        else:
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        """[B, T, H] -> [B, T, H]; T is always the whole sequence."""
+        q, k, v = (
+            projection(x_BTH).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = self.rotary(self.q_norm(q)), self.rotary(self.k_norm(k))
+        mixed_BNTD = functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+        return self.o_proj(mixed_BNTD.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        """[B, T, H] -> [B, T, H]."""
+        return self.down_proj(functional.silu(self.gate_proj(x_BTH)) * self.up_proj(x_BTH))
+
+
+class DecoderLayer(nn.Module):
+    """One transformer block; ``layer`` is its global number. Under sequence parallel x holds a range of tokens."""
+
+    def __init__(self, shape: DecoderShape, layer: int, rotary: Rotary, streams: KeyedStream) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.self_attn = Attention(shape, rotary)
+        self.self_attn_dropout = KeyedDropout(shape.dropout, f"layers.{layer}.self_attn", streams)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.mlp = FeedForward(shape)
+        self.mlp_dropout = KeyedDropout(shape.dropout, f"layers.{layer}.mlp", streams)
+
+    def forward(self, x_BTH: Tensor, samples: Tensor) -> Tensor:
+        """[B, T, H] -> [B, T, H]; ``samples`` [B] are global sample numbers."""
+        x_BTH = x_BTH + self.self_attn_dropout(self.self_attn(self.input_layernorm(x_BTH)), samples)
+        return x_BTH + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x_BTH)), samples)
+
+
+class DecoderPart(nn.Module):
+    """One pipeline part of a decoder.
+
+    Args:
+        shape: of the whole model.
+        layers: global numbers of the layers that this part holds; may be empty.
+        first: holds the embedding and takes tokens.
+        last: holds final norm and head and returns logits.
+        streams: what the part's dropout is keyed by; the caller keeps it and moves it on.
+
+    Weights start as torch makes them; ``initial_box`` under :func:`canonical_name` gives the keyed ones.
+    """
+
+    def __init__(self, shape: DecoderShape, layers: range, *, first: bool, last: bool, streams: KeyedStream) -> None:
+        super().__init__()
+        self.shape = shape
+        self.streams = streams
+        rotary = Rotary(shape.head_dim, shape.rope_theta)
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size) if first else None
+        self.embed_dropout = KeyedDropout(shape.dropout, "embed_tokens", streams) if first else None
+        self.layers = nn.ModuleDict({str(layer): DecoderLayer(shape, layer, rotary, streams) for layer in layers})
+        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps) if last else None
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False) if last else None
+        self.tie()
+
+    def tie(self) -> None:
+        """Make head and embedding one parameter where the model is tied and this part holds both.
+
+        Whatever gives the modules new parameter objects one by one (``parallelize_module``, ``to_empty``,
+        ``load_state_dict(assign=True)``) parts them without a word; call this afterwards.
+        """
+        if self.shape.tie_word_embeddings and self.embed_tokens is not None and self.lm_head is not None:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, x: Tensor, samples: Tensor) -> Tensor:
+        """Run the part.
+
+        Args:
+            x: int64 tokens [B, T] on the first part, else the hidden state [B, T, H] of the part before.
+            samples: int64 [B], global sample numbers: what dropout is keyed by.
+
+        Returns:
+            Logits [B, T, vocabulary] on the last part, else the hidden state.
+        """
+        if self.embed_tokens is not None:
+            x = self.embed_dropout(self.embed_tokens(x), samples)
+        for layer in self.layers.values():
+            x = layer(x, samples)
+        return x if self.lm_head is None else self.lm_head(self.norm(x))
+
+
+def canonical_name(part: DecoderPart, fqn: str) -> str:
+    """The logical tensor that the part's parameter ``fqn`` belongs to.
+
+    Names of wrappers around modules fall away, in any nesting; the head of a tied model is its embedding.
+    """
+    name = ".".join(piece for piece in fqn.split(".") if piece not in _WRAPPERS)
+    return "embed_tokens.weight" if part.shape.tie_word_embeddings and name == "lm_head.weight" else name

@@ -1,0 +1,74 @@
+"""Values put into freshly built modules: each parameter takes over the storage that the switch filled for it.
+
+Nothing is copied: the storage is handed in by ``load_state_dict(assign=True)`` before the first forward.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dynatrain.train.live import Entry
+from dynatrain.train.torch_private import adopt_padded
+
+
+def adopt(
+    parts: Sequence[nn.Module],
+    found: Mapping[str, Entry],
+    flats: Mapping[str, torch.Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[str, Entry]:
+    """Give every tensor of ``parts`` its storage, and the optimizers the parameters that result.
+
+    Args:
+        parts: built on meta; mutated.
+        found: their entries, as read on meta.
+        flats: by canonical name: one-dimensional storage of ``Entry.stored`` elements, on the device; its front part
+            becomes the local shard. Owned by the modules from here on.
+        optimizers: made over the meta parameters; their groups are repointed.
+
+    Returns:
+        The entries of the same tensors, with the values that the modules now hold.
+    """
+    by_part: list[dict[str, torch.Tensor]] = [{} for _ in parts]
+    flat_by_part: list[dict[str, torch.Tensor]] = [{} for _ in parts]
+    made: dict[int, torch.Tensor] = {}
+    result: dict[str, Entry] = {}
+    for name, entry in found.items():
+        value = _like(entry.value, flats[name])
+        made[id(entry.value)] = value
+        result[name] = Entry(name, value, entry.paths, entry.kind, entry.stored)
+        for number, path in entry.paths:
+            if entry.kind == "param":
+                by_part[number][path] = value
+                flat_by_part[number][path] = flats[name]
+            else:
+                owner, _, leaf = path.rpartition(".")
+                parts[number].get_submodule(owner)._buffers[leaf] = value  # noqa: SLF001
+    for part, values, flat in zip(parts, by_part, flat_by_part, strict=True):
+        adopt_padded(part, flat)
+        # strict=False because buffers are in place already; every parameter is in values by construction.
+        part.load_state_dict(values, strict=False, assign=True)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [made[id(param)] for param in group["params"]]
+    return result
+
+
+def _like(template: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    value = shard_like(template, flat)
+    if isinstance(template, nn.Parameter):
+        return nn.Parameter(value, requires_grad=template.requires_grad)
+    return value
+
+
+def shard_like(template: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """A tensor laid out over ranks like ``template``, over the front part of this rank's ``flat`` storage."""
+    if not isinstance(template, DTensor):
+        return flat[: template.numel()].view(template.shape)
+    shape = template._local_tensor.shape  # noqa: SLF001
+    local = flat[: shape.numel()].view(shape)
+    return DTensor.from_local(
+        local, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=template.stride()
+    )

@@ -1,0 +1,185 @@
+"""Ownership and pieces, read from live modules and their optimizer.
+
+What is trusted of a DTensor is its local shape, its mesh coordinates and the *names* of the axes that shard it; the
+box itself comes from our own formula. Placements' arithmetic is wrong for uneven nested shards, so it is not used,
+and a local shape that is not what the formula says is refused by name.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dynatrain.layout.layout import Layout
+from dynatrain.space.box import Box, shape_of, volume
+from dynatrain.space.ownership import Ownership, Placement
+from dynatrain.space.tensor import Catalogue, State, Tensor
+from dynatrain.train.names import NameRule
+from dynatrain.train.torch_private import local_tensor, padded_numels
+
+CUT_ORDER = ("tp", "fsdp")
+"""Axes in the order in which they cut a tensor: torch shards for tensor parallelism first, FSDP2 cuts what is left."""
+
+
+class UnplacedTensorError(ValueError):
+    """A live tensor that no layout describes: every problem found, by name."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One live tensor of this rank.
+
+    Attributes:
+        name: canonical.
+        value: the parameter or buffer object.
+        paths: ``(part index, path)`` of every place that holds it (a tied tensor has two).
+        kind: ``param`` or ``buffer``.
+        stored: elements of its storage, FSDP2's padding included.
+    """
+
+    name: str
+    value: torch.Tensor
+    paths: list[tuple[int, str]]
+    kind: str
+    stored: int
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What one rank tells the others about one of its tensors; all fields are plain values."""
+
+    name: str
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[str, int], ...]
+    states: tuple[State, ...]
+    stage: int
+
+
+def entries(parts: Sequence[nn.Module], rule: NameRule) -> dict[str, Entry]:
+    """All parameters and persistent or plain buffers of ``parts``, by canonical name, in order of construction."""
+    found: dict[str, Entry] = {}
+    by_object: dict[int, Entry] = {}
+    problems = []
+    for number, part in enumerate(parts):
+        padded = padded_numels(part)
+        for kind, path, value in _tensors(part):
+            if id(value) in by_object:
+                by_object[id(value)].paths.append((number, path))
+                continue
+            name = rule(part, path)
+            if name in found:
+                problems.append(f"two tensors are called {name}: {found[name].paths[0][1]} and {path}")
+                continue
+            stored = padded.get(path, local_tensor(value).numel())
+            found[name] = by_object[id(value)] = Entry(name, value, [(number, path)], kind, stored)
+    if problems:
+        raise UnplacedTensorError("; ".join(problems) + ". Give each its own canonical name (Switcher(names=...)).")
+    return found
+
+
+def _tensors(part: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for path, param in part.named_parameters(remove_duplicate=False):
+        yield "param", path, param
+    for path, buffer in part.named_buffers(remove_duplicate=False):
+        yield "buffer", path, buffer
+
+
+def cuts_of(value: torch.Tensor) -> tuple[tuple[str, int], ...]:
+    """``(axis, dim)`` of the axes that shard ``value``, in cutting order; axes of size 1 are left out.
+
+    Raises:
+        UnplacedTensorError: an axis without a name of ours, or a pending sum.
+    """
+    if not isinstance(value, DTensor):
+        return ()
+    sharded: dict[str, int] = {}
+    mesh = value.device_mesh
+    for axis, placement in zip(mesh.mesh_dim_names or (), value.placements, strict=True):
+        if placement.is_partial():
+            raise UnplacedTensorError(f"its value is a pending sum over axis {axis}")
+        if mesh.size(mesh.mesh_dim_names.index(axis)) == 1 or placement.is_replicate():
+            continue
+        if axis not in CUT_ORDER:
+            raise UnplacedTensorError(f"axis {axis} shards it; only {' and '.join(CUT_ORDER)} may")
+        sharded[axis] = placement.dim  # also of _StridedShard, which is not a Shard
+    return tuple((axis, sharded[axis]) for axis in CUT_ORDER if axis in sharded)
+
+
+def describe(
+    found: Mapping[str, Entry], states: Mapping[str, tuple[State, ...]], layout: Layout, rank: int
+) -> tuple[Described, ...]:
+    """This rank's tensors as the others need to know them; refuses local shapes that the formula does not give."""
+    problems = []
+    described = []
+    stage = layout.coordinates(rank).pp
+    for name, entry in found.items():
+        try:
+            cuts = cuts_of(entry.value)
+        except UnplacedTensorError as problem:
+            problems.append(f"{name}: {problem}")
+            continue
+        item = Described(name, tuple(entry.value.shape), cuts, states[name], stage)
+        local = tuple(local_tensor(entry.value).shape)
+        box = _box(item, layout, rank)
+        both_empty = volume(box) == 0 and local_tensor(entry.value).numel() == 0
+        if local != shape_of(box) and not both_empty:
+            problems.append(
+                f"{name}: rank {rank} holds {local} of {item.shape}, but under {layout.axes} with cuts {cuts} "
+                f"its box is {box}; shard it as torch does (ceil-sized chunks)"
+            )
+        described.append(item)
+    if problems:
+        raise UnplacedTensorError("; ".join(problems))
+    return tuple(described)
+
+
+def _box(item: Described, layout: Layout, rank: int) -> Box:
+    tensor = Tensor(item.name, item.shape, item.cuts, (), item.states, "")
+    stage = layout.coordinates(rank).pp
+    box = Ownership(layout, {item.name: Placement(item.cuts, (stage,))}).box(tensor, rank)
+    assert box is not None
+    return box
+
+
+def merge(reports: Sequence[Sequence[Described]], layout: Layout) -> tuple[Catalogue, Ownership]:
+    """The whole job from every rank's report, in one order that is equal on all ranks.
+
+    Args:
+        reports: by rank.
+        layout: that they were read under.
+
+    Raises:
+        UnplacedTensorError: ranks that disagree on a tensor's shape, dtypes, states or cuts.
+    """
+    first: dict[str, tuple[int, Described]] = {}
+    stages: dict[str, set[int]] = {}
+    problems = []
+    by_stage = sorted(range(len(reports)), key=lambda rank: (layout.coordinates(rank).pp, rank))
+    for rank in by_stage:
+        for item in reports[rank]:
+            stages.setdefault(item.name, set()).add(item.stage)
+            seen_on, seen = first.setdefault(item.name, (rank, item))
+            if (seen.shape, seen.cuts, seen.states) != (item.shape, item.cuts, item.states):
+                problems.append(f"{item.name}: rank {seen_on} has {_brief(seen)}, rank {rank} has {_brief(item)}")
+    if problems:
+        raise UnplacedTensorError("; ".join(problems))
+    catalogue = tuple(
+        Tensor(name, item.shape, item.cuts, (), item.states, unit_of(name)) for name, (_, item) in first.items()
+    )
+    placements = {name: Placement(item.cuts, tuple(sorted(stages[name]))) for name, (_, item) in first.items()}
+    return catalogue, Ownership(layout, placements)
+
+
+def _brief(item: Described) -> str:
+    return f"{item.shape} cut {item.cuts} with {[(state.name, state.dtype) for state in item.states]}"
+
+
+def unit_of(name: str) -> str:
+    """The unit of a tensor by its name: up to and with the first number, else the first element."""
+    elements = name.split(".")
+    for place, element in enumerate(elements):
+        if element.isdigit():
+            return ".".join(elements[: place + 1])
+    return elements[0]

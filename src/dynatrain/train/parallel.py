@@ -1,0 +1,135 @@
+"""A layout applied to a decoder with PyTorch's own parts: ``parallelize_module``, ``fully_shard``, pipeline parts.
+
+Everything here runs on a model on the meta device and allocates nothing; the parameters' values arrive afterwards.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from dynatrain.layout.layout import Layout
+from dynatrain.layout.stages import stage_ranges
+from dynatrain.models.decoder import DecoderPart
+from dynatrain.models.keyed import KeyedStream
+from dynatrain.space.decoder import DecoderShape
+from dynatrain.train.reduction import TreeReduceScatter, tree_all_reduce
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+"""Dtype of activations and gathered weights. bf16 keeps fp32 masters (the shards); fp64 holds everything in fp64."""
+
+
+def master_dtype(compute: str) -> torch.dtype:
+    """Dtype of the stored parameters and moments for a compute precision."""
+    return torch.float64 if compute == "fp64" else torch.float32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """How numbers are held and computed: ``compute`` is a key of :data:`COMPUTE_DTYPE`."""
+
+    compute: str = "fp32"
+
+    def policy(self) -> MixedPrecisionPolicy:
+        """FSDP2's policy: compute in bf16 where asked, reduce gradients in the master's dtype."""
+        if self.compute != "bf16":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def build_part(shape: DecoderShape, layout: Layout, mesh: DeviceMesh, *, seed: int, precision: Precision) -> DecoderPart:
+    """This rank's part of the decoder under ``layout``: on meta, cut by tp, wrapped by fsdp, reducing in the tree.
+
+    Args:
+        shape: the model.
+        layout: must be legal for the model.
+        mesh: of ``layout``, with all axes.
+        seed: of the keyed streams (dropout).
+        precision: of parameters and compute.
+    """
+    stage = mesh.get_local_rank("pp")
+    layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
+    streams = KeyedStream(seed=seed)
+    with torch.device("meta"):
+        part = DecoderPart(
+            shape, layers, first=stage == 0, last=stage == layout.size("pp") - 1, streams=streams
+        ).to(master_dtype(precision.compute))
+    if layout.size("tp") > 1:
+        parallelize_module(part, mesh["tp"], tensor_plan(part, layout))
+        part.tie()
+    _shard(part, layout, mesh["fsdp"], precision)
+    _reduce_in_tree(part, layout, mesh["dp"].get_group())
+    return part
+
+
+def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
+    """Megatron's column-then-row cut per block; with ``-sp`` norms and residuals hold a slice of the sequence."""
+    between = Shard(1) if layout.sp else Replicate()
+    plan: dict[str, ParallelStyle] = {}
+    if part.embed_tokens is not None:
+        plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+    if part.lm_head is not None:
+        plan["lm_head"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+        if layout.sp:
+            plan["norm"] = SequenceParallel()
+    for number, block in part.layers.items():
+        at = f"layers.{number}"
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            plan[f"{at}.{name}"] = ColwiseParallel(input_layouts=between)
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            plan[f"{at}.{name}"] = RowwiseParallel(output_layouts=between)
+        if layout.sp:
+            plan[f"{at}.input_layernorm"] = SequenceParallel()
+            plan[f"{at}.post_attention_layernorm"] = SequenceParallel()
+        if isinstance(block.self_attn.q_norm, nn.RMSNorm):
+            # Each rank normalises its own heads: the weight is a copy whose gradient is a sum over the tp ranks.
+            plan[f"{at}.self_attn.q_norm"] = SequenceParallel(sequence_dim=2)
+            plan[f"{at}.self_attn.k_norm"] = SequenceParallel(sequence_dim=2)
+    return plan
+
+
+def _shard(part: DecoderPart, layout: Layout, mesh: DeviceMesh, precision: Precision) -> None:
+    gathered_between = layout.zero == 3
+    tied_here = part.embed_tokens is not None and part.lm_head is not None and (
+        part.lm_head.weight is part.embed_tokens.weight
+    )
+    units: list[nn.Module | list[nn.Module]] = list(part.layers.values())
+    if not tied_here:
+        if part.embed_tokens is not None:
+            units.insert(0, part.embed_tokens)
+        if part.lm_head is not None:
+            units.append([part.norm, part.lm_head])
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=precision.policy(), reshard_after_forward=gathered_between)
+    fully_shard(part, mesh=mesh, mp_policy=precision.policy(), reshard_after_forward=gathered_between)
+    if layout.zero == 1:
+        part.set_reshard_after_backward(False)
+
+
+def _reduce_in_tree(part: DecoderPart, layout: Layout, dp_group: dist.ProcessGroup) -> None:
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            # A factor of 1 and forced sums: mean factors differ per dtype and are applied twice on a mesh of size 1.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_reduce_scatter(TreeReduceScatter())
+            if layout.size("dp") > 1:
+                module.set_all_reduce_hook(tree_all_reduce(dp_group))
+
+
+def reshard(part: nn.Module) -> None:
+    """Drop all gathered parameters: shards alone are left, and the optimizer's writes to them are seen."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,174 @@
+"""What is kept beside each parameter: optimizer states and the values of registered objects.
+
+Every state is parameter-shaped or one scalar per parameter. Anything else is refused by name at start, never found
+missing at the first switch.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dynatrain.space.tensor import State
+from dynatrain.train.live import Entry
+from dynatrain.train.torch_private import local_tensor
+
+ADAM_FAMILY = (torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers whose state is known: two moments shaped like the parameter and a step counter."""
+
+
+class UnknownStateError(ValueError):
+    """State that no schema describes: every problem found, by name."""
+
+
+class Registered(Protocol):
+    """What a registered object (EMA, gradient scaler, scheduler) must offer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All its state; tensors that belong to a parameter sit under that parameter's name."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over all of ``state``."""
+
+
+def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every trainable parameter the state that its first step would create, without stepping.
+
+    Raises:
+        UnknownStateError: an optimizer whose state is not known.
+    """
+    if type(optimizer) not in ADAM_FAMILY:
+        known = ", ".join(f"torch.optim.{kind.__name__}" for kind in ADAM_FAMILY)
+        raise UnknownStateError(
+            f"optimizer {type(optimizer).__module__}.{type(optimizer).__name__} has no state schema, so its state "
+            f"cannot be moved; known: {known}"
+        )
+    for group in optimizer.param_groups:
+        moments = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
+        for param in group["params"]:
+            state = optimizer.state[param]
+            if param.requires_grad and not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                for name in moments:
+                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+
+
+def optimizer_states(optimizer: torch.optim.Optimizer, found: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
+    """``{tensor name: {state name: value}}`` of what the optimizer holds; every key is there, possibly empty."""
+    problems = []
+    states: dict[str, dict[str, Any]] = {name: {} for name in found}
+    names = {id(entry.value): name for name, entry in found.items()}
+    for param, values in optimizer.state.items():
+        name = names.get(id(param))
+        if name is None:
+            problems.append(f"the optimizer holds state for a parameter of shape {tuple(param.shape)} not in the model")
+            continue
+        for key, value in sorted(values.items()):
+            if not _is_scalar(value) and tuple(value.shape) != tuple(param.shape):
+                problems.append(f"state {key} of {name} is neither shaped like it nor a scalar: {_brief(value)}")
+            states[name][key] = value
+    if problems:
+        raise UnknownStateError("; ".join(problems))
+    return states
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+
+
+def _brief(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A parameter-shaped tensor inside a registered object's ``state_dict``.
+
+    Attributes:
+        label: the object's registered name.
+        inside: keys from the top of its state dict to the container.
+        key: the key under which it sits there.
+        tensor: canonical name of the parameter that it belongs to.
+        value: the tensor itself: a DTensor like the parameter, or its plain local shard.
+    """
+
+    label: str
+    inside: tuple[str, ...]
+    key: str
+    tensor: str
+    value: torch.Tensor
+
+    @property
+    def state(self) -> str:
+        """Name of the state in the catalogue."""
+        return ".".join((self.label, *self.inside))
+
+
+def leaves(label: str, state_dict: Mapping[str, Any], found: Mapping[str, Entry]) -> list[Leaf]:
+    """All parameter-shaped tensors of one registered object.
+
+    Raises:
+        UnknownStateError: a tensor under a parameter's name that is neither shaped like it nor like its shard, and
+            any other tensor that is sharded.
+    """
+    result, problems = [], []
+    for inside, key, value in _walk(state_dict, ()):
+        name = key.removeprefix("module.")
+        entry = found.get(name)
+        if entry is None:
+            if isinstance(value, DTensor):
+                problems.append(f"{label}: sharded tensor {'.'.join((*inside, key))} belongs to no parameter")
+            continue
+        whole = tuple(value.shape) == tuple(entry.value.shape)
+        shard = not isinstance(value, DTensor) and value.shape == local_tensor(entry.value).shape
+        if not (whole and isinstance(value, DTensor) == isinstance(entry.value, DTensor)) and not shard:
+            problems.append(f"{label}: {'.'.join((*inside, key))} has {_brief(value)}, its parameter {name} another")
+            continue
+        result.append(Leaf(label, inside, key, name, value))
+    if problems:
+        raise UnknownStateError("; ".join(problems))
+    return result
+
+
+def _walk(node: Mapping[str, Any], inside: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, torch.Tensor]]:
+    for key, value in node.items():
+        if isinstance(value, torch.Tensor):
+            yield inside, str(key), value
+        elif isinstance(value, Mapping):
+            yield from _walk(value, (*inside, str(key)))
+
+
+def replace_leaves(state_dict: dict[str, Any], old: list[Leaf], new: list[Leaf]) -> dict[str, Any]:
+    """A copy of a registered object's state dict in which the leaves of ``old`` gave way to those of ``new``."""
+    gone = {(leaf.inside, leaf.key) for leaf in old}
+
+    def copy(node: Mapping[str, Any], inside: tuple[str, ...]) -> dict[str, Any]:
+        kept = {
+            key: copy(value, (*inside, str(key))) if isinstance(value, Mapping) else value
+            for key, value in node.items()
+            if (inside, str(key)) not in gone
+        }
+        return kept | {leaf.key: leaf.value for leaf in new if leaf.inside == inside}
+
+    return copy(state_dict, ())
+
+
+def catalogue_states(
+    found: Mapping[str, Entry], optimizer: Mapping[str, Mapping[str, Any]], object_leaves: list[Leaf]
+) -> dict[str, tuple[State, ...]]:
+    """The states of each tensor, value first, then the optimizer's, then the registered objects'; equal on all ranks."""
+    result = {}
+    for name, entry in found.items():
+        states = [State(entry.kind, _dtype(entry.value))]
+        states += [State(key, _dtype(value), scalar=_is_scalar(value)) for key, value in optimizer[name].items()]
+        states += [State(leaf.state, _dtype(leaf.value)) for leaf in object_leaves if leaf.tensor == name]
+        result[name] = tuple(states)
+    return result
+
+
+def _dtype(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype).removeprefix("torch.")
+    return "int64" if isinstance(value, int) else "float64"

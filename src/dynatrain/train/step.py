@@ -1,0 +1,122 @@
+"""One training step's forward and backward under one layout.
+
+Micro-batch i of the global batch runs on data rank i mod n. Where the shares are uneven, the shorter ones are filled
+with micro-batches whose targets are all ignored: their loss and gradients are exact zeros, and every rank takes part
+in the same collectives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from dynatrain.layout.layout import Layout
+from dynatrain.train.parallel import reshard
+from dynatrain.train.reduction import MicroBatchCounter
+
+IGNORED = -100
+"""Target that carries no loss, as in ``torch.nn.functional.cross_entropy``."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One micro-batch: ``inputs`` and ``targets`` int64 [B, T], ``samples`` int64 [B] (global sample ids)."""
+
+    index: int
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    samples: torch.Tensor
+
+
+def my_indices(num_micro_batches: int, data_ranks: int, data_rank: int) -> list[int]:
+    """Micro-batches of one data rank, in order; -1 fills the shares up to the longest one."""
+    mine = list(range(data_rank, num_micro_batches, data_ranks))
+    longest = -(-num_micro_batches // data_ranks)
+    return mine + [-1] * (longest - len(mine))
+
+
+class StepRunner:
+    """Forward and backward of one rank's micro-batches.
+
+    Args:
+        part: this rank's part of the model, as ``build_part`` made it.
+        layout: its layout.
+        mesh: its mesh.
+        num_micro_batches: of the global batch.
+        schedule: ``1f1b`` or ``gpipe``; used where the layout has stages.
+    """
+
+    def __init__(
+        self, part: nn.Module, layout: Layout, mesh: DeviceMesh, *, num_micro_batches: int, schedule: str
+    ) -> None:
+        self.part = part
+        self.layout = layout
+        self.num_micro_batches = num_micro_batches
+        self._stage = mesh.get_local_rank("pp")
+        self._last = self._stage == layout.size("pp") - 1
+        self._global_tokens = 1
+        self._params = [param for param in part.parameters() if param.requires_grad]
+        self._schedule = None
+        if layout.size("pp") > 1:
+            device = torch.device(mesh.device_type)
+            stage = PipelineStage(part, self._stage, layout.size("pp"), device, group=mesh.get_group("pp"))
+            kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[schedule]
+            # Gradients are summed, not averaged: the loss of each micro-batch is already over the global tokens.
+            share = -(-num_micro_batches // layout.data_ranks)
+            self._schedule = kind(stage, share, loss_fn=self._loss, scale_grads=False)
+
+    def run(self, batches: Sequence[MicroBatch], global_tokens: int) -> torch.Tensor:
+        """Leave the step's gradient in every parameter's ``.grad``, reduced over dp and fsdp.
+
+        Args:
+            batches: this rank's micro-batches; fillers have index -1.
+            global_tokens: targets with a loss in the whole global batch.
+
+        Returns:
+            fp64 [num_micro_batches]: this rank's micro-batches' losses (their sum over tokens / ``global_tokens``),
+            zeros elsewhere and on stages without a loss.
+        """
+        self._global_tokens = global_tokens
+        losses = self._pipelined(batches) if self._schedule is not None else self._accumulated(batches)
+        found = torch.zeros(self.num_micro_batches, dtype=torch.float64)
+        for batch, loss in zip(batches, losses, strict=False):
+            if batch.index >= 0:
+                found[batch.index] = loss.detach()
+        if self.layout.zero == 1:
+            reshard(self.part)
+        return found
+
+    def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        total = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+        return total / self._global_tokens
+
+    def _accumulated(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        losses = []
+        counter = MicroBatchCounter(self._params)
+        reduce_each = self.layout.zero > 1
+        for place, batch in enumerate(batches):
+            self.part.set_requires_gradient_sync(reduce_each or place == len(batches) - 1)
+            loss = self._loss(self.part(batch.inputs, samples=batch.samples), batch.targets)
+            loss.backward()
+            losses.append(loss)
+            if reduce_each:
+                counter.push()
+        if reduce_each:
+            counter.finish()
+        return losses
+
+    def _pipelined(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        samples = torch.cat([batch.samples for batch in batches])
+        args = (torch.cat([batch.inputs for batch in batches]),) if self._stage == 0 else ()
+        if self._last:
+            targets = torch.cat([batch.targets for batch in batches])
+            self._schedule.step(*args, target=targets, losses=losses, samples=samples, return_outputs=False)
+        else:
+            self._schedule.step(*args, samples=samples, return_outputs=False)
+        return losses

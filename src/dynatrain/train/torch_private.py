@@ -1,0 +1,105 @@
+"""Every use of torch's private parts, in one place; ``tests/dist/test_torch_private.py`` has a test per function.
+
+Checked with torch 2.13. A function here that fails after an upgrade says by its name what the project relies on.
+"""
+
+import datetime
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def named_group(
+    name: str, members: Sequence[int], backend: str, store: dist.Store, timeout: datetime.timedelta
+) -> dist.ProcessGroup:
+    """A process group under an explicit name, registered so that ``DeviceMesh.from_group`` accepts it.
+
+    ``dist.new_group`` names groups by a per-process counter: ranks with different histories then wait for each other
+    under different names. Only the members call this; it blocks until all of them have, and may run in a thread.
+
+    Args:
+        name: equal on all members, never used before in this job.
+        members: global ranks, ascending or not; their order is the rank order in the group.
+        backend: ``gloo`` or ``nccl``.
+        store: a store that all members share.
+        timeout: of the group's operations.
+    """
+    me = dist.get_rank()
+    group, _ = c10d._new_process_group_helper(  # noqa: SLF001
+        len(members),
+        members.index(me),
+        list(members),
+        backend,
+        dist.PrefixStore(f"{name}/", store),
+        group_name=c10d.GroupName(name),
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}  # noqa: SLF001
+    return group
+
+
+def default_store() -> dist.Store:
+    """The store behind the default group: under torchrun it lives in the launcher, not in a rank."""
+    return c10d._get_default_store()  # noqa: SLF001
+
+
+def registered_groups() -> int:
+    """How many process groups torch knows in this process."""
+    return len(c10d._world.pg_map)  # noqa: SLF001
+
+
+def _fsdp_params(module: nn.Module) -> Iterator[object]:
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            for group in part._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+                yield from group.fsdp_params
+
+
+def padded_numels(module: nn.Module) -> dict[str, int]:
+    """Elements that FSDP2 stores for each sharded parameter of ``module``, padding included, by parameter name.
+
+    FSDP2 pads each shard to the largest one, so that the all-gather is even.
+    """
+    by_id = {id(param.sharded_param): param for param in _fsdp_params(module)}
+    return {
+        name: by_id[id(param)].padded_sharded_param_size.numel()
+        for name, param in module.named_parameters(remove_duplicate=False)
+        if id(param) in by_id
+    }
+
+
+def adopt_padded(module: nn.Module, flat: dict[str, torch.Tensor]) -> None:
+    """Tell FSDP2 which padded flat storage lies under the shards that ``load_state_dict(assign=True)`` hands in next.
+
+    Without it a shard that is shorter than its padded storage is silently copied out of the storage it was given.
+
+    Args:
+        module: freshly built, before its first forward.
+        flat: by parameter name, one-dimensional, ``padded_numels`` long; the shard is its front part.
+    """
+    by_id = {id(param.sharded_param): param for param in _fsdp_params(module)}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if id(param) in by_id:
+            by_id[id(param)]._sharded_param_data = flat[name]
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The local shard of a DTensor without a graph node, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()  # noqa: SLF001
+
+
+def clear_dtensor_caches() -> None:
+    """Forget the sharding decisions that name process groups, before those groups are destroyed.
+
+    DTensor's caches return specs that hold the first mesh that compared equal, with its old groups.
+    """
+    from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415
+
+    debug._clear_sharding_prop_cache()  # noqa: SLF001
+    _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001
+    _redistribute.clear_redistribute_planner_cache()
