@@ -31,7 +31,7 @@ class Model(Section):
     config: str = "tiny"
     """A preset's name, or the path of a Hugging Face config.json or of the folder that has it."""
     dropout: BelowOne | None = None
-    """Probability of dropping an element of a residual branch; by default what the model's config says."""
+    """Probability of dropping an element that enters the residual stream; by default what the model's config says."""
 
 
 class Data(Section):

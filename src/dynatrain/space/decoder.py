@@ -37,7 +37,7 @@ class DecoderShape:
         rope_theta: base of the rotary wavelengths.
         qk_norm: RMS norm over each query and key head.
         max_position_embeddings: longest sequence, in tokens.
-        dropout: probability with which an element of each residual branch is dropped.
+        dropout: probability with which an element that enters the residual stream is dropped.
     """
 
     hidden_size: int
