@@ -1,0 +1,136 @@
+"""The configuration of a run, as frozen values. What the numbers mean together is judged by ``space.run_check``."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+WholeNumber = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, strict about types, closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class World(Section):
+    """The processes that train."""
+
+    size: Count | None = None
+    """Ranks; by default as many as the layout has."""
+
+
+class Model(Section):
+    """What is trained."""
+
+    config: str = "tiny"
+    """A preset's name, or the path of a Hugging Face config.json or of the folder that has it."""
+    dropout: BelowOne | None = None
+    """Probability of dropping an element that enters the residual stream; by default what the model's config says."""
+
+
+class Data(Section):
+    """What it is trained on."""
+
+    paths: tuple[str, ...] = ()
+    """Files (.txt, .py, .jsonl) and folders of them; empty for the Python standard library's own sources."""
+    tokenizer: Literal["bpe", "bytes"] = "bpe"
+    """Byte-level BPE, trained on the documents at the first start, or one token per byte."""
+    vocab_size: Annotated[int, Field(ge=257)] = 4096
+    """Entries of the BPE vocabulary; unused with bytes."""
+    sequence: Annotated[int, Field(ge=2)] = 256
+    """Tokens of one sequence."""
+    validation: BelowOne = 0.05
+    """Fraction of the documents that is held out."""
+
+
+class Batch(Section):
+    """How many sequences make a step; a layout does not change it."""
+
+    global_sequences: Count = 16
+    """Sequences of one step, over all ranks."""
+    micro_sequences: Count = 2
+    """Sequences that go through the model together; divides global_sequences."""
+
+
+class Optimizer(Section):
+    """AdamW and its learning rate: linear warm-up, then a cosine down to a floor, in steps."""
+
+    lr: Positive = 1e-3
+    """Highest learning rate."""
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    """Decay of the first and of the second moment, per step."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NotNegative = 0.1
+    """Decoupled decay, as a multiple of the learning rate."""
+    warmup_steps: WholeNumber = 10
+    """Steps until the learning rate is at its highest."""
+    min_lr_ratio: Share = 0.1
+    """Learning rate at the end, as a fraction of the highest."""
+    clip_norm: NotNegative = 1.0
+    """Largest global norm of the gradients; 0 does not clip."""
+    exact_norm: bool = False
+    """Sum the squares of each row in one order, so that the norm has the same bits in every layout."""
+
+
+class Precision(Section):
+    """Element types."""
+
+    compute: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Type of the computation. Parameters and moments are kept in fp32, with fp64 in fp64."""
+
+
+class Pipeline(Section):
+    """How micro-batches pass through pipeline stages."""
+
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """One forward, one backward in turn; or all forwards, then all backwards."""
+
+
+class Switching(Section):
+    """How a change of layout is carried out."""
+
+    mode: Literal["keep", "tight", "auto"] = "auto"
+    """Keep the old state to the commit; hand it over tensor by tensor; or keep it where it fits, else hand it over."""
+    deadline_seconds: Positive = 60.0
+    """Longest time of one phase, in seconds; then the late ranks are named and the switch is given up."""
+    budget_mib: Count = 64
+    """Memory of a rank beyond its old and new state, in MiB."""
+
+
+class Switch(Section):
+    """One scheduled change of layout."""
+
+    step: Count
+    """The first step that runs in the new layout; steps count from 0."""
+    layout: str
+    """The new layout, as text."""
+
+
+class RunConfig(Section):
+    """All that a run is asked to do."""
+
+    layout: str = "dp1"
+    """The layout at the start, as text (fsdp2.tp2)."""
+    steps: Count = 200
+    """Optimizer steps of the whole run."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of initial weights, dropout and sample order."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute; auto takes GPUs where there are any."""
+    world: World = World()
+    model: Model = Model()
+    data: Data = Data()
+    batch: Batch = Batch()
+    optimizer: Optimizer = Optimizer()
+    precision: Precision = Precision()
+    pipeline: Pipeline = Pipeline()
+    switching: Switching = Switching()
+    switch: tuple[Switch, ...] = ()
+    """Scheduled changes of layout, in the order of their steps."""

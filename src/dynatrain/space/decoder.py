@@ -1,0 +1,181 @@
+"""The decoder-only transformer: its shape as a value, and the logical tensors that a model of that shape has.
+
+Names are Hugging Face's without the leading ``model.``; a linear layer's weight is ``[out, in]``. Legend of the dims:
+D hidden size, F intermediate size, H query heads, K key/value heads, d size of one head, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from dynatrain.layout.legality import ModelLimits
+from dynatrain.space.hf_config import ModelError, decoder_fields, read_json, written_config
+from dynatrain.space.tensor import FIRST, ITEMSIZE, LAST, Catalogue, State, Tensor
+
+Cuts = tuple[tuple[str, int], ...]
+
+_ROWS: Cuts = (("tp", 0), ("fsdp", 0))
+_COLUMNS: Cuts = (("tp", 1), ("fsdp", 0))
+_SHARDED: Cuts = (("fsdp", 0),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderShape:
+    """Sizes and options of a decoder, checked when made.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        intermediate_size: width between the two halves of the SwiGLU block.
+        num_hidden_layers: transformer blocks.
+        num_attention_heads: query heads.
+        num_key_value_heads: key/value heads; divides the query heads.
+        head_dim: elements of one head; even, because rotary embedding turns pairs.
+        vocab_size: rows of the embedding and of the head.
+        tie_word_embeddings: embedding and head are one tensor.
+        rms_norm_eps: added to the mean square under the root.
+        rope_theta: base of the rotary wavelengths.
+        qk_norm: RMS norm over each query and key head.
+        max_position_embeddings: longest sequence, in tokens.
+        dropout: probability with which an element that enters the residual stream is dropped.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool = False
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    qk_norm: bool = False
+    max_position_embeddings: int = 2048
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        problems = [f"{name} is {getattr(self, name)}; at least 1" for name in _SIZES if getattr(self, name) < 1]
+        if self.num_key_value_heads > 0 and self.num_attention_heads % self.num_key_value_heads:
+            pair = f"{self.num_key_value_heads} do not divide {self.num_attention_heads}"
+            problems.append(f"num_key_value_heads must divide num_attention_heads: {pair}")
+        if self.head_dim % 2:
+            problems.append(f"head_dim is {self.head_dim}; rotary embedding needs an even number")
+        problems += [f"{name} is {getattr(self, name)}; above 0" for name in _REALS if not getattr(self, name) > 0]
+        if not 0 <= self.dropout < 1:
+            problems.append(f"dropout is {self.dropout}; from 0 up to, but not, 1")
+        if problems:
+            raise ModelError("a decoder of this shape cannot be built", tuple(problems))
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], *, to_train: bool = True) -> Self:
+        """The shape in a Hugging Face ``config.json``.
+
+        Args:
+            config: the parsed file.
+            to_train: also refuse what changes the computation but not the tensors (such as scaled rotary embedding),
+                which a reader of shapes alone may pass over.
+
+        Raises:
+            ModelError: with every missing value and every feature that is not built, by name.
+        """
+        return cls(**decoder_fields(config, to_train=to_train))
+
+    @classmethod
+    def read_config(cls, path: Path, *, to_train: bool = True) -> Self:
+        """As :meth:`from_config`, of a file or of the ``config.json`` in a folder."""
+        return cls.from_config(read_json(path / "config.json" if path.is_dir() else path), to_train=to_train)
+
+    def to_config(self) -> dict[str, Any]:
+        """The Hugging Face ``config.json`` of this shape; :meth:`from_config` reads it back."""
+        return written_config({name: getattr(self, name) for name in self.__slots__})
+
+    def limits(self) -> ModelLimits:
+        """What bounds the layouts of this shape."""
+        return ModelLimits(
+            num_layers=self.num_hidden_layers,
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_key_value_heads,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+        )
+
+
+_REALS = ("rms_norm_eps", "rope_theta")
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateRule:
+    """What an optimizer keeps for each parameter under one name.
+
+    Attributes:
+        name: the optimizer's own key.
+        dtype: element type; empty for the parameter's own.
+        scalar: one element for the whole tensor.
+    """
+
+    name: str
+    dtype: str = ""
+    scalar: bool = False
+
+
+ADAMW = (StateRule(name="exp_avg"), StateRule(name="exp_avg_sq"), StateRule(name="step", dtype="float32", scalar=True))
+"""What ``torch.optim.AdamW`` keeps."""
+
+
+def catalogue(
+    shape: DecoderShape, dtype: str = "float32", optimizer_states: tuple[StateRule, ...] = ADAMW
+) -> Catalogue:
+    """All logical tensors of a decoder, in the order in which its modules are constructed.
+
+    Args:
+        shape: sizes and options.
+        dtype: element type of the parameters, one of :data:`dynatrain.space.tensor.ITEMSIZE`.
+        optimizer_states: what is kept beside each parameter.
+    """
+    if dtype not in ITEMSIZE:
+        raise ModelError("no such element type", (f"dtype is {dtype!r}; one of {', '.join(ITEMSIZE)}",))
+    beside = (State(rule.name, rule.dtype or dtype, rule.scalar) for rule in optimizer_states)
+    states = (State("param", dtype), *beside)
+    last: tuple[int | str, ...] = (LAST,)
+    shape_VD = (shape.vocab_size, shape.hidden_size)  # noqa: N806  # the legend's names
+    first = (FIRST, LAST) if shape.tie_word_embeddings else (FIRST,)
+    tensors = [Tensor("embed_tokens.weight", shape_VD, _ROWS, first, states, "embedding")]
+    for layer in range(shape.num_hidden_layers):
+        unit = f"layers.{layer}"
+        tensors += [
+            Tensor(f"{unit}.{name}.weight", dims, cuts, (layer,), states, unit) for name, dims, cuts in _block(shape)
+        ]
+    tensors.append(Tensor("norm.weight", (shape.hidden_size,), _SHARDED, last, states, "head"))
+    if not shape.tie_word_embeddings:
+        tensors.append(Tensor("lm_head.weight", shape_VD, _ROWS, last, states, "head"))
+    return tuple(tensors)
+
+
+def _block(shape: DecoderShape) -> Iterator[tuple[str, tuple[int, ...], Cuts]]:
+    """Name, shape and cuts of each parameter of one transformer block, in the order of construction."""
+    D, F, d = shape.hidden_size, shape.intermediate_size, shape.head_dim  # noqa: N806  # the legend's names
+    Hd, Kd = shape.num_attention_heads * d, shape.num_key_value_heads * d  # noqa: N806
+    yield "input_layernorm", (D,), _SHARDED
+    yield "self_attn.q_proj", (Hd, D), _ROWS
+    yield "self_attn.k_proj", (Kd, D), _ROWS
+    yield "self_attn.v_proj", (Kd, D), _ROWS
+    yield "self_attn.o_proj", (D, Hd), _COLUMNS
+    if shape.qk_norm:
+        yield "self_attn.q_norm", (d,), _SHARDED
+        yield "self_attn.k_norm", (d,), _SHARDED
+    yield "post_attention_layernorm", (D,), _SHARDED
+    yield "mlp.gate_proj", (F, D), _ROWS
+    yield "mlp.up_proj", (F, D), _ROWS
+    yield "mlp.down_proj", (D, F), _COLUMNS

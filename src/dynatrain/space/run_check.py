@@ -1,0 +1,153 @@
+"""Whether the parts of a configuration fit each other: model, layouts, batch, data and schedule, judged together.
+
+It stands here, above ``layout`` and ``space``, because a configuration knows neither.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from dynatrain.config.errors import ConfigError
+from dynatrain.config.run import RunConfig
+from dynatrain.layout.form import LayoutError
+from dynatrain.layout.layout import Layout
+from dynatrain.layout.legality import check
+from dynatrain.layout.resolve import resolve
+from dynatrain.layout.text import parse_layout, print_layout
+from dynatrain.space.decoder import DecoderShape
+from dynatrain.space.hf_config import ModelError
+from dynatrain.space.presets import resolve_model
+
+_BYTE_TOKENS = 257
+"""One token per byte, and the end of a document."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedRun:
+    """A run whose parts fit.
+
+    Attributes:
+        config: as asked, with what was left open filled in (world size, dropout) and every layout in canonical text.
+        shape: the model, with the run's dropout.
+        layout: the layout at the start, its pipeline split resolved.
+        switches: ``(first step in it, layout)`` of each scheduled change, ascending.
+        num_microbatches: micro-batches of one step, over all data ranks.
+    """
+
+    config: RunConfig
+    shape: DecoderShape
+    layout: Layout
+    switches: tuple[tuple[int, Layout], ...]
+    num_microbatches: int
+
+
+def check_run(config: RunConfig) -> CheckedRun:
+    """Judge the whole of a configuration.
+
+    Raises:
+        ConfigError: with everything that is wrong, the rule and the nearest legal choice each.
+    """
+    problems = [*_batch_problems(config), *_schedule_problems(config)]
+    shape = _shape(config, problems)
+    texts = {"layout": config.layout}
+    texts |= {f"switch.{i}.layout": switch.layout for i, switch in enumerate(config.switch)}
+    parsed = {key: layout for key, text in texts.items() if (layout := _parsed(key, text, problems))}
+    world_size = config.world.size or (parsed["layout"].world_size if "layout" in parsed else None)
+    if shape:
+        problems += _data_problems(config, shape)
+        for key, layout in parsed.items():
+            problems += _layout_problems(key, layout, shape, config, world_size)
+    if problems or shape is None:
+        raise ConfigError("the run cannot start as configured", tuple(problems))
+    layouts = [resolve(layout, shape.num_hidden_layers) for layout in parsed.values()]
+    return CheckedRun(
+        config=_filled(config, shape, layouts),
+        shape=shape,
+        layout=layouts[0],
+        switches=tuple((switch.step, layout) for switch, layout in zip(config.switch, layouts[1:], strict=True)),
+        num_microbatches=config.batch.global_sequences // config.batch.micro_sequences,
+    )
+
+
+def _shape(config: RunConfig, problems: list[str]) -> DecoderShape | None:
+    try:
+        shape = resolve_model(config.model.config, to_train=True)
+    except ModelError as error:
+        problems.append(f"model.config: {error}")
+        return None
+    return shape if config.model.dropout is None else dataclasses.replace(shape, dropout=config.model.dropout)
+
+
+def _parsed(key: str, text: str, problems: list[str]) -> Layout | None:
+    try:
+        return parse_layout(text)
+    except LayoutError as error:
+        problems.append(f"{key}: {error}")
+        return None
+
+
+def _layout_problems(
+    key: str, layout: Layout, shape: DecoderShape, config: RunConfig, world_size: int | None
+) -> list[str]:
+    micro_batches, rest = divmod(config.batch.global_sequences, config.batch.micro_sequences)
+    try:
+        check(
+            layout,
+            shape.limits(),
+            world_size=world_size,
+            num_microbatches=None if rest else micro_batches,
+            sequence=config.data.sequence,
+        )
+    except LayoutError as error:
+        return [f"{key}: {error}"]
+    return []
+
+
+def _batch_problems(config: RunConfig) -> list[str]:
+    total, micro = config.batch.global_sequences, config.batch.micro_sequences
+    if total % micro == 0:
+        return []
+    divisors = [i for i in range(1, total + 1) if total % i == 0]
+    near = " or ".join(map(str, sorted(sorted(divisors, key=lambda i: (abs(i - micro), i))[:2])))
+    return [f"batch.micro_sequences = {micro} does not divide batch.global_sequences = {total}; nearest: {near}"]
+
+
+def _schedule_problems(config: RunConfig) -> list[str]:
+    problems = []
+    if config.optimizer.warmup_steps > config.steps:
+        limit = f"at most steps = {config.steps}"
+        problems.append(f"optimizer.warmup_steps = {config.optimizer.warmup_steps}: {limit}")
+    before = 0
+    for i, switch in enumerate(config.switch):
+        if switch.step >= config.steps:
+            problems.append(f"switch.{i}.step = {switch.step}: below steps = {config.steps}")
+        if switch.step <= before:
+            problems.append(f"switch.{i}.step = {switch.step}: above the switch before it, at step {before}")
+        before = switch.step
+    return problems
+
+
+def _data_problems(config: RunConfig, shape: DecoderShape) -> list[str]:
+    problems = []
+    tokens = _BYTE_TOKENS if config.data.tokenizer == "bytes" else config.data.vocab_size
+    if tokens > shape.vocab_size:
+        what = "data.tokenizer = 'bytes'" if config.data.tokenizer == "bytes" else "data.vocab_size"
+        problems.append(f"{what} makes {tokens} tokens; at most the model's vocabulary, {shape.vocab_size}")
+    if config.data.sequence > shape.max_position_embeddings:
+        limit = f"at most the model's longest sequence, {shape.max_position_embeddings}"
+        problems.append(f"data.sequence = {config.data.sequence}: {limit}")
+    return problems
+
+
+def _filled(config: RunConfig, shape: DecoderShape, layouts: list[Layout]) -> RunConfig:
+    """The configuration with nothing left open, so that what is written down says all."""
+    first, *later = map(print_layout, layouts)
+    return config.model_copy(
+        update={
+            "layout": first,
+            "world": config.world.model_copy(update={"size": layouts[0].world_size}),
+            "model": config.model.model_copy(update={"dropout": shape.dropout}),
+            "switch": tuple(
+                switch.model_copy(update={"layout": text}) for switch, text in zip(config.switch, later, strict=True)
+            ),
+        }
+    )

@@ -1,0 +1,129 @@
+import dataclasses
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dynatrain.layout.form import LayoutError, form_problems
+from dynatrain.layout.layout import AXES, Layout
+from dynatrain.layout.legality import ModelLimits, nearest, problems
+from dynatrain.layout.resolve import resolve
+from dynatrain.layout.stages import stage_ranges
+from dynatrain.layout.text import parse_layout, print_layout
+
+
+@st.composite
+def layouts(draw, largest=4):
+    """Well-formed layouts in their one value per meaning: any axis order, options where their axis is."""
+    names = draw(st.permutations(AXES).map(lambda p: p[: draw(st.integers(0, 4))]))
+    axes = tuple((name, draw(st.integers(2, largest))) for name in names)
+    plain = Layout(axes=axes)
+    order = tuple(draw(st.permutations(range(plain.world_size)))) if draw(st.booleans()) else ()
+    stages = st.lists(st.integers(1, 5), min_size=plain.size("pp"), max_size=plain.size("pp")).map(tuple)
+    return Layout(
+        axes=axes,
+        stages=draw(stages) if "pp" in names and draw(st.booleans()) else (),
+        zero=draw(st.sampled_from([1, 2, 3])) if "fsdp" in names else 3,
+        sp=draw(st.booleans()) if "tp" in names else False,
+        order=() if order == tuple(range(plain.world_size)) else order,
+    )
+
+
+@st.composite
+def models(draw):
+    kv = draw(st.integers(1, 4))
+    return ModelLimits(
+        num_layers=draw(st.integers(1, 8)),
+        num_heads=kv * draw(st.integers(1, 4)),
+        num_kv_heads=kv,
+        hidden_size=draw(st.integers(1, 24)),
+        intermediate_size=draw(st.integers(1, 24)),
+        vocab_size=draw(st.integers(1, 24)),
+    )
+
+
+numbers = st.fixed_dictionaries(
+    {"world_size": st.integers(1, 24), "num_microbatches": st.integers(1, 16), "sequence": st.integers(1, 16)}
+)
+
+
+def built(layout, limits, world_size, num_microbatches, sequence):
+    """Whether everything can really be dealt out: the rules of legality, said by doing."""
+    mesh = [()]
+    for _, size in layout.axes:
+        mesh = [(*at, i) for at in mesh for i in range(size)]
+    deal = lambda things, ways: [things[i::ways] for i in range(ways)]  # noqa: E731
+    even = lambda size, ways: len({len(hand) for hand in deal(range(size), ways)}) == 1  # noqa: E731
+    tp, pp = layout.size("tp"), layout.size("pp")
+    cut = [limits.num_heads, limits.num_kv_heads, limits.hidden_size, limits.intermediate_size]
+    layers = list(range(limits.num_layers))
+    stages = [[layers.pop(0) for _ in range(n) if layers] for n in layout.stages] or deal(list(layers), pp)
+    filled = all(stages) and (not layout.stages or ([len(s) for s in stages] == list(layout.stages) and not layers))
+    shares = deal(range(num_microbatches), layout.size("dp") * layout.size("fsdp"))
+    return (
+        len(mesh) == world_size
+        and all(even(size, tp) for size in [*cut, *([sequence] if layout.sp else [])])
+        and filled
+        and all(len(share) >= pp for share in shares)
+    )
+
+
+@given(layouts())
+def test_every_layout_prints_as_a_text_that_reads_back(layout):
+    assert form_problems(layout) == ()
+
+    assert parse_layout(print_layout(layout)) == layout
+
+
+@given(st.text(alphabet="dpfstzv_.-0123cordeDP ", max_size=16))
+def test_any_text_is_read_canonically_or_refused_and_what_is_offered_instead_is_legal(text):
+    try:
+        layout = parse_layout(text)
+    except LayoutError as error:
+        for offered in error.nearest:
+            assert print_layout(parse_layout(offered)) == offered
+    else:
+        assert print_layout(layout) == text or ".order_" in text
+
+
+@given(layouts(), models(), numbers)
+def test_a_layout_has_no_problem_exactly_where_all_can_be_dealt_out(layout, limits, given_numbers):
+    legal = not problems(layout, limits, **given_numbers)
+
+    assert legal == built(layout, limits, **given_numbers)
+
+
+@given(layouts(largest=3), models(), numbers)
+def test_a_layout_of_the_right_world_has_no_problem_exactly_where_all_can_be_dealt_out(layout, limits, given_numbers):
+    """As above, where the world fits: by chance it seldom does."""
+    fitting = given_numbers | {"world_size": layout.world_size}
+
+    assert (not problems(layout, limits, **fitting)) == built(layout, limits, **fitting)
+
+
+@given(layouts(), models(), numbers)
+def test_nearest_layouts_are_legal_distinct_and_at_most_three(layout, limits, given_numbers):
+    near = nearest(layout, limits, **given_numbers)
+
+    assert all(built(candidate, limits, **given_numbers) for candidate in near)
+    assert len(set(near)) == len(near) <= 3
+
+
+@given(layouts(largest=3), models(), numbers)
+def test_nearest_of_a_legal_layout_begins_with_it(layout, limits, given_numbers):
+    fitting = given_numbers | {"world_size": layout.world_size}
+    assume(built(layout, limits, **fitting))
+
+    assert nearest(layout, limits, **fitting)[0] == layout
+
+
+@given(layouts(largest=3), models())
+def test_resolving_names_the_same_stages_and_is_done_once(layout, limits):
+    pp = layout.size("pp")
+    assume(pp <= limits.num_layers and (not layout.stages or sum(layout.stages) == limits.num_layers))
+
+    resolved = resolve(layout, limits.num_layers)
+
+    assert stage_ranges(resolved, limits.num_layers) == stage_ranges(layout, limits.num_layers)
+    assert resolve(resolved, limits.num_layers) == resolved
+    assert dataclasses.replace(resolved, stages=layout.stages) == layout
+    assert bool(resolved.stages) == (len(set(map(len, stage_ranges(layout, limits.num_layers)))) > 1)

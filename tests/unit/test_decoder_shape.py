@@ -1,0 +1,248 @@
+import dataclasses
+import json
+
+import pytest
+
+from dynatrain.layout.legality import problems
+from dynatrain.layout.text import parse_layout
+from dynatrain.space.box import chunk, volume
+from dynatrain.space.decoder import DecoderShape, catalogue
+from dynatrain.space.hf_config import ModelError
+from dynatrain.space.ownership import declared
+from dynatrain.space.presets import PRESETS, resolve_model
+from dynatrain.space.tensor import FIRST, LAST, State
+
+TINY = PRESETS["tiny"]
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "tolerance"),
+    [
+        ("tiny", 0.0018, 0.03),
+        ("25m", 0.025, 0.03),
+        ("200m", 0.201, 0.03),
+        ("600m", 0.6, 0.03),
+        ("llama-3.1-8b", 8.03, 0.001),
+        ("llama-3.1-70b", 70.6, 0.001),
+        ("llama-3.1-405b", 405.9, 0.001),
+    ],
+)
+def test_a_preset_has_the_parameters_that_its_name_says(name, billions, tolerance):
+    total = sum(tensor.numel for tensor in catalogue(PRESETS[name]))
+
+    assert total == pytest.approx(billions * 1e9, rel=tolerance)
+
+
+@pytest.mark.parametrize("name", ["tiny", "25m", "200m", "600m"])
+def test_our_presets_run_in_every_layout_of_four_ranks(name):
+    texts = ["dp4", "fsdp4", "dp2.fsdp2", "tp4", "tp4-sp", "fsdp2.tp2", "dp2.tp2-sp", "pp4", "pp2.fsdp2", "pp2.tp2"]
+    found = {
+        text: problems(parse_layout(text), PRESETS[name].limits(), world_size=4, num_microbatches=8, sequence=64)
+        for text in texts
+    }
+
+    assert set(found.values()) == {()}
+
+
+def test_a_qwen3_config_reads_with_its_norms_and_its_tied_embedding():
+    shape = DecoderShape.from_config(QWEN3)
+
+    assert (shape.qk_norm, shape.tie_word_embeddings, shape.rope_theta) == (True, True, 1000000)
+    assert sum(tensor.numel for tensor in catalogue(shape)) == 596_049_920
+
+
+def test_a_llama_config_may_leave_out_what_its_class_has_a_default_for():
+    shape = DecoderShape.from_config(LLAMA)
+
+    assert (shape.num_key_value_heads, shape.head_dim, shape.rms_norm_eps) == (4, 16, 1e-6)
+    assert (shape.rope_theta, shape.max_position_embeddings, shape.qk_norm) == (10000.0, 2048, False)
+
+
+def test_rope_theta_may_sit_in_rope_parameters():
+    config = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+
+    assert DecoderShape.from_config(config).rope_theta == 500000.0
+
+
+def test_scaled_rotary_embedding_is_refused_by_name_when_the_model_is_to_train():
+    config = LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+
+    with pytest.raises(ModelError, match="rope_scaling of type 'llama3'"):
+        DecoderShape.from_config(config)
+    assert DecoderShape.from_config(config, to_train=False) == DecoderShape.from_config(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"attention_bias": True}, "attention_bias is not built"),
+        ({"mlp_bias": True}, "mlp_bias is not built"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; int is needed"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"num_key_value_heads": 3}, "3 do not divide 4"),
+        ({"head_dim": 15}, "head_dim is 15"),
+        ({"resid_pdrop": 1.0}, "dropout is 1.0"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+    ],
+)
+def test_a_config_that_would_give_another_model_is_refused_by_name(change, named):
+    with pytest.raises(ModelError) as caught:
+        DecoderShape.from_config(LLAMA | change)
+
+    assert named in str(caught.value)
+
+
+def test_everything_wrong_with_a_config_is_reported_at_once():
+    with pytest.raises(ModelError) as caught:
+        DecoderShape.from_config({"architectures": ["Qwen3ForCausalLM"], "mlp_bias": True, "vocab_size": 1.5})
+
+    assert len(caught.value.problems) == 8  # six missing, one of a wrong kind, one not built
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *PRESETS.values(),
+        dataclasses.replace(TINY, qk_norm=True, tie_word_embeddings=True, dropout=0.25, rms_norm_eps=1e-6),
+    ],
+)
+def test_a_written_config_reads_back_equal(shape, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(shape.to_config()))
+
+    assert resolve_model(str(tmp_path), to_train=True) == shape
+    assert resolve_model(str(tmp_path / "config.json")) == shape
+
+
+def test_an_unknown_model_is_refused_with_the_nearest_names():
+    with pytest.raises(ModelError, match=r"no model 'llama-3.1-7b'[\s\S]*nearest: .*llama-3.1-8b"):
+        resolve_model("llama-3.1-7b")
+
+
+@pytest.mark.parametrize(("content", "named"), [("{", "is not JSON"), ("[]", "a JSON object is needed")])
+def test_a_broken_config_file_is_refused_with_its_path(content, named, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+
+    with pytest.raises(ModelError, match=named) as caught:
+        resolve_model(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_a_folder_without_a_config_is_refused_with_the_missing_path(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        resolve_model(str(tmp_path))
+
+
+def test_the_catalogue_is_in_the_order_of_construction():
+    shape = dataclasses.replace(TINY, num_hidden_layers=1, qk_norm=True)
+
+    assert [tensor.name for tensor in catalogue(shape)] == [
+        "embed_tokens.weight",
+        "layers.0.input_layernorm.weight",
+        "layers.0.self_attn.q_proj.weight",
+        "layers.0.self_attn.k_proj.weight",
+        "layers.0.self_attn.v_proj.weight",
+        "layers.0.self_attn.o_proj.weight",
+        "layers.0.self_attn.q_norm.weight",
+        "layers.0.self_attn.k_norm.weight",
+        "layers.0.post_attention_layernorm.weight",
+        "layers.0.mlp.gate_proj.weight",
+        "layers.0.mlp.up_proj.weight",
+        "layers.0.mlp.down_proj.weight",
+        "norm.weight",
+        "lm_head.weight",
+    ]
+
+
+def test_weights_are_out_by_in_and_cut_along_the_dim_that_tensor_parallel_splits():
+    shape = dataclasses.replace(TINY, head_dim=20, qk_norm=True)  # heads x head_dim is not the hidden size
+    found = {tensor.name.removeprefix("layers.3."): (tensor.shape, tensor.cuts) for tensor in catalogue(shape)}
+    rows, columns, sharded = (("tp", 0), ("fsdp", 0)), (("tp", 1), ("fsdp", 0)), (("fsdp", 0),)
+
+    assert found["self_attn.q_proj.weight"] == ((160, 128), rows)
+    assert found["self_attn.k_proj.weight"] == found["self_attn.v_proj.weight"] == ((80, 128), rows)
+    assert found["self_attn.o_proj.weight"] == ((128, 160), columns)
+    assert found["self_attn.q_norm.weight"] == found["self_attn.k_norm.weight"] == ((20,), sharded)
+    assert found["mlp.gate_proj.weight"] == found["mlp.up_proj.weight"] == ((384, 128), rows)
+    assert found["mlp.down_proj.weight"] == ((128, 384), columns)
+    assert found["input_layernorm.weight"] == found["norm.weight"] == ((128,), sharded)
+    assert found["embed_tokens.weight"] == found["lm_head.weight"] == ((4096, 128), rows)
+
+
+def test_a_tied_embedding_is_one_tensor_held_first_and_last():
+    tied = catalogue(dataclasses.replace(TINY, tie_word_embeddings=True))
+    untied = catalogue(TINY)
+
+    assert tied[0].anchors == (FIRST, LAST)
+    assert [tensor.name for tensor in tied] == [tensor.name for tensor in untied[:-1]]
+    assert (untied[0].anchors, untied[-1].anchors, untied[-2].anchors) == ((FIRST,), (LAST,), (LAST,))
+
+
+def test_units_are_blocks_embedding_and_head():
+    assert list(dict.fromkeys(tensor.unit for tensor in catalogue(TINY))) == [
+        "embedding", "layers.0", "layers.1", "layers.2", "layers.3", "head",
+    ]  # fmt: skip
+
+
+def test_moments_have_the_type_of_the_parameter_and_the_step_is_one_fp32_number():
+    assert catalogue(TINY, dtype="float64")[0].states == (
+        State("param", "float64"),
+        State("exp_avg", "float64"),
+        State("exp_avg_sq", "float64"),
+        State("step", "float32", scalar=True),
+    )
+    assert catalogue(TINY, optimizer_states=())[0].states == (State("param", "float32"),)
+
+
+def test_an_unknown_element_type_is_refused():
+    with pytest.raises(ModelError, match="dtype is 'fp32'; one of float64, float32"):
+        catalogue(TINY, dtype="fp32")
+
+
+def test_declared_boxes_of_one_copy_cover_each_tensor_once():
+    layout = parse_layout("pp2_1_3.dp2.fsdp3.tp2")
+    tensors = catalogue(dataclasses.replace(TINY, qk_norm=True, vocab_size=257, tie_word_embeddings=True))
+    owned = declared(tensors, layout, 4)
+    for tensor in tensors:
+        held = sum(volume(box) for rank in range(24) if (box := owned.box(tensor, rank)))
+
+        assert held == tensor.numel * owned.copies(tensor), tensor.name
+    assert chunk(0, 257, 2, 1) == (129, 257)

@@ -1,0 +1,111 @@
+import pytest
+
+from dynatrain.layout.explain import describe, difference
+from dynatrain.layout.foreign import read_layout
+from dynatrain.layout.form import LayoutError
+from dynatrain.layout.text import parse_layout, print_layout
+
+FOREIGN = {
+    "--parallelism.tensor_parallel_degree=2 data_parallel_shard_degree=4": "fsdp4.tp2-sp",
+    "--parallelism.tensor_parallel_degree 2 --parallelism.enable_sequence_parallel=False --world-size=4": "fsdp2.tp2",
+    "[parallelism]\ntensor_parallel_degree = 2  # of 8\ndata_parallel_replicate_degree = 2\nworld_size = 8": (
+        "dp2.fsdp2.tp2-sp"
+    ),
+    "--parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_shard_degree 2": "pp2.fsdp2-z2",
+    "--parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_shard_degree 2 "
+    "--parallelism.fsdp_reshard_after_forward always --parallelism.pipeline_parallel_schedule 1F1B": "pp2.fsdp2",
+    "--parallelism.data_parallel_shard_degree 4 --parallelism.fsdp_reshard_after_forward never": "fsdp4-z2",
+    "--parallelism.data_parallel_shard_degree=1": "dp1",
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --world-size 8": (
+        "pp2.dp2.tp2-sp"
+    ),
+    "--tensor-model-parallel-size 1 --sequence-parallel --world-size 2 --lr 1e-4": "dp2",
+    "--tensor-model-parallel-size=2 --use-distributed-optimizer --world-size=8": "fsdp4-z1.tp2",
+    "--tensor-model-parallel-size 2 --use-torch-fsdp2 --world-size 8": "fsdp4.tp2",
+    "--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping --world-size 4": "dp2.pp2",
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --tensor-model-parallel-size 1 "
+    "--world-size 4": "fsdp4-z2",
+    "--tensor-model-parallel-size 2 --context-parallel-size 1 --world-size 2": "tp2",
+    "pp2.fsdp2": "pp2.fsdp2",
+}
+
+REFUSED = {
+    "--parallelism.tensor_parallel_degree=2": "data_parallel_shard_degree (-1, what is left over) cannot be known",
+    "--tensor-model-parallel-size 2": "data-parallel size cannot be known without the number of ranks",
+    "--tensor-model-parallel-size 2 --world-size 7": "nearest: 6, 8",
+    "--parallelism.tensor_parallel_degree=4 --world-size 2": "nearest: 4",
+    "--parallelism.data_parallel_shard_degree=4 --world-size 8": "multiply to 4, but world_size is 8",
+    "--parallelism.context_parallel_degree=2 --parallelism.tensor_parallel_degree=2 --world-size 4": (
+        "context parallel is not built yet"
+    ),
+    "--tensor-model-parallel-size 2 --expert-model-parallel-size 8 --world-size 8": "expert parallel is not built yet",
+    "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 --world-size 2": (
+        "decoder_first_pipeline_num_layers: not understood"
+    ),
+    "--tensor-model-parallel-size two --world-size 2": "tensor_model_parallel_size = two",
+    "--parallelism.tensor_parallel_degree=2 --sequence-parallel --world-size 2": "are mixed",
+    "--parallelism.tensor_parallel_degree=2 --parallelism.fsdp_reshard_after_forward=sometimes --world-size 2": (
+        "one of default, always, never"
+    ),
+    "--tensor-model-parallel-size '2": "quotes are not closed",
+}
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_settings_of_other_trainers_read_as_the_same_layout(text):
+    assert print_layout(read_layout(text)) == FOREIGN[text]
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_settings_that_leave_the_layout_open_are_refused_by_name(text):
+    with pytest.raises(LayoutError) as caught:
+        read_layout(text)
+
+    assert REFUSED[text] in str(caught.value)
+
+
+def test_a_description_has_a_line_per_axis_and_the_place_of_each_rank():
+    lines = describe(parse_layout("pp2.fsdp2-z1.tp2-sp"))
+
+    assert lines[0] == "pp2.fsdp2-z1.tp2-sp: 8 ranks"
+    assert "first group: ranks 0, 4" in lines[1]
+    assert "ZeRO-1" in lines[2]
+    assert "sequence parallel" in lines[3]
+    assert lines[-3].split() == ["5", "1", "0", "1"]
+
+
+def test_a_description_of_a_pinned_order_shows_where_ranks_really_sit():
+    lines = describe(parse_layout("dp2.tp2.order_0_2_1_3"))
+
+    assert "first group: ranks 0, 2" in lines[2]
+    assert lines[-3].split() == ["1", "1", "0"]
+
+
+def test_a_description_of_a_large_world_has_no_table():
+    assert len(describe(parse_layout("fsdp1024"))) == 2
+
+
+def test_a_difference_names_axes_options_moved_and_new_ranks():
+    lines = difference(parse_layout("pp2.fsdp2.tp2-sp"), parse_layout("fsdp4-z2.tp4"))
+
+    assert lines == (
+        "pp2.fsdp2.tp2-sp -> fsdp4-z2.tp4",
+        "  pp: 2 -> 1",
+        "  fsdp: 2 -> 4",
+        "  tp: 2 -> 4",
+        "  ZeRO stage: 3 -> 2",
+        "  sequence parallel: on -> off",
+        "  6 of 8 ranks sit at another place",
+        "  8 ranks join",
+    )
+
+
+def test_a_difference_of_rank_order_alone_is_seen():
+    lines = difference(parse_layout("dp2.tp2"), parse_layout("tp2.dp2"))
+
+    assert "  rank order of axes: dp, tp -> tp, dp" in lines
+    assert "  2 of 4 ranks sit at another place" in lines
+
+
+def test_a_layout_does_not_differ_from_itself():
+    assert difference(parse_layout("dp2"), parse_layout("dp2")) == ("dp2 -> dp2: the same layout",)

@@ -1,0 +1,86 @@
+import json
+
+import pytest
+
+from dynatrain.config.errors import ConfigError
+from dynatrain.config.load import load_config
+from dynatrain.layout.text import parse_layout
+from dynatrain.space.presets import PRESETS
+from dynatrain.space.run_check import check_run
+
+
+def checked(*flags):
+    return check_run(load_config(None, list(flags)).config)
+
+
+def refusals(*flags):
+    with pytest.raises(ConfigError) as caught:
+        checked(*flags)
+    return caught.value.problems
+
+
+def test_the_defaults_are_a_run_that_fits():
+    run = checked()
+
+    assert (run.shape, run.layout, run.switches) == (PRESETS["tiny"], parse_layout("dp1"), ())
+    assert (run.config.world.size, run.config.model.dropout, run.num_microbatches) == (1, 0.0, 8)
+
+
+def test_what_was_left_open_is_filled_in_and_layouts_are_canonical():
+    run = checked("--layout=pp4_1_1_1_1", '--switch=[{step=3, layout="pp3.order_0_1_2"}]', "--layout=pp3")
+
+    assert run.config.world.size == 3
+    assert (run.config.layout, run.config.switch[0].layout) == ("pp3_1_2_1", "pp3_1_2_1")
+    assert run.switches == ((3, run.layout),)
+    assert check_run(run.config) == run
+
+
+def test_the_dropout_of_the_model_holds_unless_the_run_sets_one(tmp_path):
+    config = PRESETS["tiny"].to_config() | {"resid_pdrop": 0.25}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    assert checked(f"--model.config={tmp_path}").shape.dropout == 0.25
+    assert checked(f"--model.config={tmp_path}", "--model.dropout=0.0").shape.dropout == 0.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--layout=tp3", "--world.size=4"], "nearest legal: tp4, dp2.tp2, fsdp2.tp2"),
+        (["--layout=tp8"], "layout: tp8 is not legal here"),
+        (["--layout=dp2x"], "layout: 'dp2x' is not a layout"),
+        (["--layout=dp2", '--switch=[{step=3, layout="dp4"}]'], "switch.0.layout: dp4 is not legal here"),
+        (["--layout=dp2", '--switch=[{step=3, layout="cp2"}]'], "not built yet"),
+        (["--layout=pp4.dp4", "--batch.global_sequences=16"], "each needs at least 4"),
+        (["--layout=tp2-sp", "--data.sequence=63"], "does not divide the sequence length (-sp), 63"),
+        (["--batch.micro_sequences=3"], "3 does not divide batch.global_sequences = 16; nearest: 2 or 4"),
+        (["--steps=5", "--optimizer.warmup_steps=6"], "optimizer.warmup_steps = 6: at most steps = 5"),
+        (['--switch=[{step=200, layout="dp1"}]'], "switch.0.step = 200: below steps = 200"),
+        (
+            ['--switch=[{step=7, layout="dp1"}, {step=7, layout="dp1"}]'],
+            "switch.1.step = 7: above the switch before it, at step 7",
+        ),
+        (["--data.vocab_size=5000"], "makes 5000 tokens; at most the model's vocabulary, 4096"),
+        (["--data.sequence=4096"], "at most the model's longest sequence, 2048"),
+        (["--model.config=tny"], "model.config: there is no model 'tny'"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named_with_the_rule_and_what_is_near(flags, named):
+    (problem,) = refusals(*flags)
+
+    assert named in problem
+
+
+def test_everything_that_does_not_fit_is_reported_at_once():
+    switches = '--switch=[{step=300, layout="dp4"}, {step=5, layout="tp3"}, {step=9, layout="x"}]'
+
+    assert len(refusals("--layout=tp8", "--world.size=2", "--batch.micro_sequences=5", switches)) == 7
+
+
+def test_a_model_without_room_for_bytes_is_refused(tmp_path):
+    config = PRESETS["tiny"].to_config() | {"vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    (problem,) = refusals(f"--model.config={tmp_path}", "--data.tokenizer=bytes")
+
+    assert "makes 257 tokens" in problem
