@@ -6,7 +6,7 @@ and the head, ``RowwiseParallel`` on o, down), sequence parallelism of the norms
 applied to it from outside. Head counts come from the local weights, hence a rank that holds a part of the heads runs
 the same code.
 
-Legend: B samples, T tokens, H hidden size, N local heads, D head size.
+Legend of shapes: B samples, T tokens, H hidden size, N local heads, D head size.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Rotary:
         self._theta = theta
         self._kept: tuple[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] | None = None
 
-    def __call__(self, x_BTND: Tensor) -> Tensor:
-        """Turn each half-split pair ``(x[i], x[i + D/2])``; token ``t`` of the second dim is at position ``t``."""
-        wide = torch.promote_types(x_BTND.dtype, torch.float32)
-        cos, sin = self._tables(x_BTND.shape[1], x_BTND.device, wide)
-        one, other = x_BTND.chunk(2, dim=-1)
-        return (x_BTND * cos + torch.cat((-other, one), dim=-1) * sin).to(x_BTND.dtype)
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, T, N, D]: turn each pair ``(x[i], x[i + D/2])`` of token ``t`` by the angles of position ``t``."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = self._tables(x.shape[1], x.device, wide)
+        one, other = x.chunk(2, dim=-1)
+        return (x * cos + torch.cat((-other, one), dim=-1) * sin).to(x.dtype)
 
     def _tables(self, tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, 1, D]; the last ones asked for are kept, since every layer asks for the same."""
@@ -78,17 +78,16 @@ class Attention(nn.Module):
         else:
             self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
-    def forward(self, x_BTH: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[B, T, H] -> [B, T, H]; T is always the whole sequence."""
         q, k, v = (
-            projection(x_BTH).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = self.rotary(self.q_norm(q)), self.rotary(self.k_norm(k))
-        mixed_BNTD = functional.scaled_dot_product_attention(
+        mixed = functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         )
-        return self.o_proj(mixed_BNTD.transpose(1, 2).flatten(2))
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -100,9 +99,9 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
-    def forward(self, x_BTH: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[B, T, H] -> [B, T, H]."""
-        return self.down_proj(functional.silu(self.gate_proj(x_BTH)) * self.up_proj(x_BTH))
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
@@ -117,10 +116,10 @@ class DecoderLayer(nn.Module):
         self.mlp = FeedForward(shape)
         self.mlp_dropout = KeyedDropout(shape.dropout, f"layers.{layer}.mlp", streams)
 
-    def forward(self, x_BTH: Tensor, samples: Tensor) -> Tensor:
+    def forward(self, x: Tensor, samples: Tensor) -> Tensor:
         """[B, T, H] -> [B, T, H]; ``samples`` [B] are global sample numbers."""
-        x_BTH = x_BTH + self.self_attn_dropout(self.self_attn(self.input_layernorm(x_BTH)), samples)
-        return x_BTH + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x_BTH)), samples)
+        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x)), samples)
+        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), samples)
 
 
 class DecoderPart(nn.Module):

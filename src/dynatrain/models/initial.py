@@ -46,7 +46,7 @@ def initial_rule(name: str, shape: DecoderShape) -> Rule:
     return 0.02
 
 
-def initial_box(seed: int, name: str, shape: tuple[int, ...], box: Box, rule: Rule, dtype: torch.dtype) -> Tensor:
+def initial_box(seed: int, name: str, shape: tuple[int, ...], box: Box, *, rule: Rule, dtype: torch.dtype) -> Tensor:
     """The initial values of ``box`` of the tensor ``name``, bit-equal to that slice of the whole tensor.
 
     Args:

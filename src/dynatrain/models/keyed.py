@@ -64,8 +64,14 @@ class KeyedDropout(nn.Module):
         """Drop elements of ``x`` [B, T, H], which holds tokens ``token_offset`` and up of ``samples`` [B] (global)."""
         if self.p == 0 or not self.training:
             return x
-        tokens = torch.arange(x.shape[1], device=x.device) + self.stream.token_offset
-        kept = keep_mask(self.stream, self.place, self.p, samples, tokens, torch.arange(x.shape[2], device=x.device))
+        kept = keep_mask(
+            self.stream,
+            self.place,
+            self.p,
+            samples=samples,
+            tokens=torch.arange(x.shape[1], device=x.device) + self.stream.token_offset,
+            features=torch.arange(x.shape[2], device=x.device),
+        )
         return torch.where(kept, x * (1 / (1 - self.p)), 0)
 
     def extra_repr(self) -> str:
@@ -73,8 +79,10 @@ class KeyedDropout(nn.Module):
         return f"p={self.p}, place={self.place!r}"
 
 
-def keep_mask(stream: KeyedStream, place: str, p: float, samples: Tensor, tokens: Tensor, features: Tensor) -> Tensor:
-    """Which elements of a box stay: bool ``[samples, tokens, features]``, for any lists of global int64 numbers < 2^32."""
+def keep_mask(
+    stream: KeyedStream, place: str, p: float, *, samples: Tensor, tokens: Tensor, features: Tensor
+) -> Tensor:
+    """Which elements stay, bool ``[samples, tokens, features]``, for any global numbers (int64, below 2^32)."""
     low, high = _key(stream, place)
     rows = _mix(_mix(samples[:, None] ^ low) ^ tokens ^ high).flatten()
     columns = _mix(features + _GOLDEN & 0xFFFFFFFF)

@@ -1,0 +1,182 @@
+"""Documents: named texts, read in one agreed order, and their split into training and validation.
+
+The default corpus is the Python standard library's own sources on the user's machine: real text, no download. Otherwise
+it is any mix of files (``.txt``, ``.py``: one document each; ``.jsonl``: one document per line, under ``text``) and of
+folders of them. A document is named by its path relative to the folder that all given paths share, so that its name,
+and with it its side of the split, does not depend on where the corpus lies or on what else is in it.
+"""
+
+import hashlib
+import json
+import os
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SUFFIXES = (".txt", ".py", ".jsonl")
+_STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+"""Tests hold deliberately broken text; installed packages are not the standard library."""
+_SHOWN = 10
+
+
+class DataError(ValueError):
+    """Data that cannot be trained on.
+
+    Attributes:
+        problems: everything that is wrong: what was seen where, and what is accepted.
+    """
+
+    def __init__(self, what: str, problems: tuple[str, ...]) -> None:
+        self.problems = problems
+        rest = len(problems) - _SHOWN
+        shown = (*problems[:_SHOWN], *([f"... and {rest} more"] if rest > 0 else ()))
+        super().__init__("\n".join((what, *(f"  - {problem}" for problem in shown))))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """One text.
+
+    Attributes:
+        name: relative path with forward slashes; lines of a ``.jsonl`` file have ``#`` and their number behind it.
+        text: not empty.
+    """
+
+    name: str
+    text: str
+
+
+def read_documents(paths: tuple[str, ...]) -> tuple[Document, ...]:
+    """All documents of a corpus, ordered by name of file (then by line). Empty ones are left out.
+
+    Args:
+        paths: files and folders; empty for the Python standard library's sources. Folders are read to the bottom,
+            hidden folders and links to folders left out.
+
+    Raises:
+        DataError: a path that is missing, of another kind, or not readable as text; no document at all.
+    """
+    problems: list[str] = []
+    documents: list[Document] = []
+    for name, file in _files(paths, problems):
+        try:
+            documents += _documents_in(name, file)
+        except (OSError, UnicodeDecodeError, SyntaxError, _NoTextError) as error:
+            problems.append(f"{file}: {_reason(error)}")
+    if not documents and not problems:
+        where = ", ".join(paths) or sysconfig.get_path("stdlib")
+        problems.append(f"{where}: no text in any file that ends in {', '.join(SUFFIXES)}; give others as paths")
+    if problems:
+        raise DataError("the data cannot be read", tuple(problems))
+    return tuple(documents)
+
+
+def split(
+    documents: tuple[Document, ...], *, seed: int, validation: float
+) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+    """Training and validation documents, both in the given order.
+
+    A document's side is a function of (seed, its name): adding or removing others does not move it. Only where
+    a side would stay empty does the document with the nearest hash go there.
+
+    Args:
+        documents: of the whole corpus.
+        seed: of the run.
+        validation: share of documents held out, in [0, 1); 0 holds out none.
+
+    Raises:
+        DataError: one document, which cannot be on both sides.
+    """
+    if not validation:
+        return documents, ()
+    if len(documents) < 2:
+        seen = f"the corpus is one document ({documents[0].name}) and validation is {validation}"
+        raise DataError(
+            "the data cannot be split", (f"{seen}; give two documents or more, or hold out none with validation = 0",)
+        )
+    hashes = [_hash(seed, document.name) for document in documents]
+    ordered = sorted(hashes)
+    threshold = min(max(int(validation * 2**64), ordered[0] + 1), ordered[-1])
+    held_out = [value < threshold for value in hashes]
+    train = tuple(document for document, out in zip(documents, held_out, strict=True) if not out)
+    return train, tuple(document for document, out in zip(documents, held_out, strict=True) if out)
+
+
+def _hash(seed: int, name: str) -> int:
+    """Evenly spread over 64 bits."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
+
+
+class _NoTextError(ValueError):
+    """A line that is no document."""
+
+
+def _files(paths: tuple[str, ...], problems: list[str]) -> list[tuple[str, Path]]:
+    """``(name, file)`` of every file of the corpus, by name; paths that lead nowhere are added to ``problems``."""
+    if not paths:
+        root = Path(sysconfig.get_path("stdlib"))
+        found = set(_walk(root, (".py",), _STDLIB_SKIPPED, problems))
+        return sorted((path.relative_to(root).as_posix(), path) for path in found)
+    found = set()
+    for path in (Path(os.path.abspath(Path(text).expanduser())) for text in paths):  # noqa: PTH100 - keeps links
+        if path.is_dir():
+            inside = list(_walk(path, SUFFIXES, set(), problems))
+            found.update(inside)
+            if not inside:
+                problems.append(f"{path}: a folder without a file that ends in {', '.join(SUFFIXES)}")
+        elif not path.exists():
+            problems.append(f"{path}: does not exist; accepted are files ({', '.join(SUFFIXES)}) and folders of them")
+        elif path.suffix not in SUFFIXES:
+            problems.append(f"{path}: ends in {path.suffix or 'nothing'!r}; accepted are {', '.join(SUFFIXES)}")
+        else:
+            found.add(path)
+    root = Path(os.path.commonpath([path.parent for path in found])) if found else Path()
+    return sorted((path.relative_to(root).as_posix(), path) for path in found)
+
+
+def _walk(root: Path, suffixes: tuple[str, ...], skipped: set[str], problems: list[str]) -> Iterator[Path]:
+    """Files below ``root`` with one of the suffixes, in an order that does not depend on the file system."""
+
+    def unreadable(error: OSError) -> None:
+        problems.append(f"{error.filename}: {error.strerror}")
+
+    for folder, folders, files in os.walk(root, onerror=unreadable):
+        folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
+        yield from (Path(folder) / name for name in sorted(files) if name.endswith(suffixes))
+
+
+def _documents_in(name: str, file: Path) -> Iterator[Document]:
+    """The documents of one file."""
+    if file.suffix == ".py":
+        with tokenize.open(file) as source:  # a Python file says its own encoding
+            texts = [(name, source.read())]
+    elif file.suffix == ".txt":
+        texts = [(name, file.read_text(encoding="utf-8"))]
+    else:
+        lines = enumerate(file.read_text(encoding="utf-8").split("\n"), start=1)
+        texts = [(f"{name}#{number}", _text_of(line, number)) for number, line in lines if line.strip()]
+    yield from (Document(name=name, text=text) for name, text in texts if text.strip())
+
+
+def _text_of(line: str, number: int) -> str:
+    """The ``text`` of a line of JSON."""
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _NoTextError(
+            f"line {number} is not JSON ({error.msg}); each line is an object with a string under 'text'"
+        ) from None
+    if not isinstance(value, dict) or not isinstance(text := value.get("text"), str):
+        raise _NoTextError(f"line {number} has no string under 'text'")
+    return text
+
+
+def _reason(error: Exception) -> str:
+    """Why a file cannot be read, in one line."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8 ({error.reason}); files are read as UTF-8"
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error)

@@ -1,0 +1,79 @@
+"""What training means, in plain torch on one process. Imports nothing of ours.
+
+Weights go by Hugging Face name without ``model.``; a batch is a list of micro-batches (samples, inputs, targets).
+"""
+
+import hashlib
+import math
+
+import torch
+from torch.nn import functional as F  # noqa: N812 - the name that torch's own pages use
+
+
+def mix(z):
+    z = (z ^ z >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    return (z := (z ^ z >> 15) * 0x846CA68B & 0xFFFFFFFF) ^ z >> 16
+
+
+def dropout(x, p, run, place, samples):
+    key = int.from_bytes(hashlib.blake2b(f"{run}/{place}".encode(), digest_size=8).digest(), "little")
+    rows = mix(mix(samples[:, None] ^ key & 0xFFFFFFFF) ^ torch.arange(x.shape[1]) ^ key >> 32)
+    words = mix(rows[..., None] ^ mix(torch.arange(x.shape[2]) + 0x9E3779B9 & 0xFFFFFFFF))
+    return torch.where(words ^ 0x80000000 >= int(p * 2**32), x * (1 / (1 - p)), 0) if p else x
+
+
+def rotate(x, theta):
+    rates = theta ** (-torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1])
+    angles = (torch.arange(x.shape[1], dtype=torch.float64)[:, None] * rates).repeat(1, 2)[:, None]
+    a, b = x.chunk(2, dim=-1)
+    return x * angles.cos().to(x.dtype) + torch.cat((-b, a), dim=-1) * angles.sin().to(x.dtype)
+
+
+def logits(w, shape, samples, tokens, run):
+    def norm(x, name):  # queries and keys have theirs only in some models
+        return F.rms_norm(x, x.shape[-1:], w[name + ".weight"], shape.rms_norm_eps) if name + ".weight" in w else x
+
+    x = dropout(F.embedding(tokens, w["embed_tokens.weight"]), shape.dropout, run, "embed_tokens", samples)
+    for layer in (f"layers.{i}." for i in range(shape.num_hidden_layers)):
+        y, at = norm(x, layer + "input_layernorm"), layer + "self_attn."
+        q, k, v = (F.linear(y, w[f"{at}{n}_proj.weight"]).unflatten(-1, (-1, shape.head_dim)) for n in "qkv")
+        q, k = (rotate(norm(t, f"{at}{n}_norm"), shape.rope_theta) for t, n in ((q, "q"), (k, "k")))
+        q, k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + dropout(F.linear(y, w[at + "o_proj.weight"]), shape.dropout, run, at[:-1], samples)
+        y, at = norm(x, layer + "post_attention_layernorm"), layer + "mlp."
+        y = F.silu(F.linear(y, w[at + "gate_proj.weight"])) * F.linear(y, w[at + "up_proj.weight"])
+        x = x + dropout(F.linear(y, w[at + "down_proj.weight"]), shape.dropout, run, at[:-1], samples)
+    return F.linear(norm(x, "norm"), w["embed_tokens.weight" if shape.tie_word_embeddings else "lm_head.weight"])
+
+
+def total(parts, tree):
+    """Sum of lists of tensors: left to right, or as a binary counter (equal sizes first, the rest newest first)."""
+    held = []  # (how many were added, their sum), oldest first
+    for part in [*parts, None]:
+        held += [(1, part)] if part else []
+        while len(held) > 1 and (not part or not tree or held[-1][0] == held[-2][0]):
+            (n, older), (m, newer) = held.pop(-2), held.pop()
+            held.append((n + m, [a + b for a, b in zip(older, newer, strict=True)]))
+    return held[0][1]
+
+
+def train(weights, shape, batches, *, seed, rate, warmup, steps, decay=0.1, betas=(0.9, 0.95), clip=1.0, tree=True):
+    """Losses, weights and moments after the batches of steps 0, 1, ...; the cosine reaches 0.1 at ``steps``."""
+    losses, w = [], {name: value.clone().requires_grad_() for name, value in weights.items()}
+    optimizer = torch.optim.AdamW(w.values(), lr=rate, betas=betas, weight_decay=decay)
+    for step, batch in enumerate(batches):
+        tokens, parts = sum(targets.numel() for _, _, targets in batch), []
+        for samples, inputs, targets in batch:
+            out = logits(w, shape, samples, inputs, f"{seed}/{step}")
+            loss = F.cross_entropy(out.transpose(1, 2), targets, reduction="sum") / tokens
+            parts.append([loss.detach(), *torch.autograd.grad(loss, list(w.values()))])
+        loss, *gradients = total(parts, tree)
+        norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+        for value, gradient in zip(w.values(), gradients, strict=True):
+            value.grad = gradient * min(1.0, clip / (norm + 1e-6))
+        cosine = (1 + math.cos(math.pi * min(1.0, max(0, step - warmup) / max(1, steps - warmup)))) / 2
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / max(1, warmup)) * (0.1 + 0.9 * cosine)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {n: v.detach() for n, v in w.items()}, {n: dict(optimizer.state[v]) for n, v in w.items()}

@@ -1,0 +1,175 @@
+"""The decoder part against the plain-torch oracle."""
+
+import math
+
+import pytest
+import torch
+from tests import oracle
+from tests.shapes import DecoderShape, fill, random_batch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import functional
+
+from dynatrain.models.decoder import DecoderPart, canonical_name
+from dynatrain.models.keyed import KeyedStream
+
+SHAPES = {
+    "untied": DecoderShape(),
+    "tied": DecoderShape(tie_word_embeddings=True),
+    "qk_norm": DecoderShape(qk_norm=True, tie_word_embeddings=True, rope_theta=1e6),
+    "every head its own keys": DecoderShape(num_key_value_heads=4, dropout=0.0),
+    "one key head": DecoderShape(num_key_value_heads=1, head_dim=10, hidden_size=60),
+}
+
+
+def whole_part(shape, *, seed=5, dtype=torch.float64):
+    part = DecoderPart(shape, range(shape.num_hidden_layers), first=True, last=True, streams=KeyedStream(seed=seed)).to(
+        dtype
+    )
+    fill(part, seed)
+    return part
+
+
+def weights_of(part):
+    return {canonical_name(part, name): value.detach().clone() for name, value in part.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_forward_has_the_bits_of_the_oracle(shape, dtype):
+    part = whole_part(shape, dtype=dtype)
+    part.streams.step = 3
+    ((samples, inputs, _),) = random_batch(shape, 0, micro_batches=1, samples=3, tokens=32)
+
+    assert torch.equal(part(inputs, samples), oracle.logits(weights_of(part), shape, samples, inputs, "5/3"))
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_plain_training_of_a_whole_part_equals_the_oracle(shape):
+    part = whole_part(shape)
+    start = weights_of(part)
+    batches = [random_batch(shape, step, micro_batches=3, samples=2, tokens=32) for step in range(6)]
+    optimizer = torch.optim.AdamW(part.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1)
+    losses, rates = [], [1e-2 / 2, 1e-2, 1e-2]
+    rates += [1e-2 * (0.55 + 0.45 * math.cos(math.pi * i / 4)) for i in (1, 2, 3)]
+    for step, batch in enumerate(batches):
+        part.streams.step = step
+        loss = 0.0
+        for samples, inputs, targets in batch:
+            out = part(inputs, samples).flatten(0, 1)
+            share = functional.cross_entropy(out, targets.flatten(), reduction="sum") / (3 * 2 * 32)
+            share.backward()
+            loss += share.item()
+        nn.utils.clip_grad_norm_(part.parameters(), 0.5)
+        optimizer.param_groups[0]["lr"] = rates[step]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+
+    expected = oracle.train(start, shape, batches, seed=5, rate=1e-2, warmup=2, steps=6, clip=0.5)
+
+    assert losses == pytest.approx(expected[0], abs=1e-12)
+    for name, value in weights_of(part).items():
+        torch.testing.assert_close(value, expected[1][name], rtol=0, atol=1e-12)
+    for name, value in part.named_parameters():
+        for state in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(optimizer.state[value][state], expected[2][name][state], rtol=0, atol=1e-12)
+        assert (value - start[name]).abs().max() > 1e-2
+
+
+def test_the_oracle_sums_as_a_binary_counter_or_left_to_right():
+    parts = [[torch.tensor(x, dtype=torch.float64)] for x in (1.0, 1e16, -1e16, 3.0, 0.7, 0.6, 0.5)]
+
+    assert oracle.total(parts, tree=True)[0] == ((1.0 + 1e16) + (-1e16 + 3.0)) + ((0.7 + 0.6) + 0.5)
+    assert oracle.total(parts, tree=False)[0] == (((((1.0 + 1e16) - 1e16) + 3.0) + 0.7) + 0.6) + 0.5
+    assert oracle.total(parts, tree=True)[0] != oracle.total(parts, tree=False)[0]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3])
+def test_parts_in_a_row_are_the_whole(cut):
+    shape = DecoderShape(num_hidden_layers=3, tie_word_embeddings=True)
+    whole = whole_part(shape)
+    head = DecoderPart(shape, range(cut), first=True, last=False, streams=KeyedStream(seed=5)).double()
+    tail = DecoderPart(shape, range(cut, 3), first=False, last=True, streams=KeyedStream(seed=5)).double()
+    for part in (head, tail):
+        fill(part, 5)
+    ((samples, inputs, _),) = random_batch(shape, 0, micro_batches=1, samples=2, tokens=16)
+
+    assert torch.equal(tail(head(inputs, samples), samples), whole(inputs, samples))
+    assert {canonical_name(part, n) for part in (head, tail) for n, _ in part.named_parameters()} == set(
+        weights_of(whole)
+    )
+
+
+def test_names_are_the_published_ones_with_global_layer_numbers():
+    shape = DecoderShape(num_hidden_layers=8, qk_norm=True)
+    part = DecoderPart(shape, range(3, 4), first=False, last=True, streams=KeyedStream(seed=0))
+
+    attention = [f"self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    others = ["mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"]
+    norms = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    expected = {f"layers.3.{name}" for name in attention + others + norms} | {"norm.weight", "lm_head.weight"}
+    assert {name for name, _ in part.named_parameters()} == expected
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_wrappers_leave_canonical_names_alone_in_either_nesting(inner):
+    shape = DecoderShape()
+    part = DecoderPart(shape, range(2), first=True, last=True, streams=KeyedStream(seed=0))
+    before = [name for name, _ in part.named_parameters()]
+    layer = part.layers["1"]
+    part.layers["1"] = checkpoint_wrapper(torch.compile(layer)) if inner else torch.compile(checkpoint_wrapper(layer))
+
+    after = [name for name, _ in part.named_parameters()]
+    assert after != before
+    assert [canonical_name(part, name) for name in after] == before
+
+
+def test_a_tied_head_is_the_embedding_and_alone_goes_by_its_name():
+    shape = DecoderShape(tie_word_embeddings=True)
+    streams = KeyedStream(seed=0)
+    with torch.device("meta"):
+        both = DecoderPart(shape, range(2), first=True, last=True, streams=streams)
+        alone = DecoderPart(shape, range(1, 2), first=False, last=True, streams=streams)
+
+    assert both.to(torch.float64).lm_head.weight is both.embed_tokens.weight
+    assert canonical_name(alone, "lm_head.weight") == "embed_tokens.weight"
+    assert "lm_head.weight" in dict(alone.named_parameters())
+    both.to_empty(device="cpu")
+    both.tie()
+    assert both.lm_head.weight is both.embed_tokens.weight
+
+
+def test_bf16_runs_forward_and_backward_and_rounds_rotation_last():
+    shape = DecoderShape(qk_norm=True)
+    part = whole_part(shape, dtype=torch.bfloat16)
+    exact = whole_part(shape, dtype=torch.float32)
+    ((samples, inputs, targets),) = random_batch(shape, 0, micro_batches=1, samples=2, tokens=32)
+    out = part(inputs, samples)
+    functional.cross_entropy(out.flatten(0, 1).float(), targets.flatten()).backward()
+
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), exact(inputs, samples), rtol=0, atol=0.02)
+    assert all(value.grad.isfinite().all() for value in part.parameters())
+    rotary = part.layers["0"].self_attn.rotary
+    x = torch.randn(1, 64, 2, 16)
+    assert torch.equal(rotary(x.bfloat16()), rotary(x.bfloat16().float()).bfloat16())
+
+
+def test_validation_in_inference_mode_does_not_spoil_the_next_step():
+    shape = DecoderShape()
+    part = whole_part(shape)
+    ((samples, inputs, _),) = random_batch(shape, 0, micro_batches=1, samples=2, tokens=32)
+    with torch.inference_mode():
+        part.eval()(inputs, samples)
+
+    part.train()(inputs, samples).sum().backward()
+
+
+def test_a_part_on_meta_gives_shapes_without_memory():
+    shape = DecoderShape()
+    with torch.device("meta"):
+        part = DecoderPart(shape, range(2), first=True, last=True, streams=KeyedStream(seed=0))
+        tokens, samples = torch.zeros(2, 32, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+
+    assert part(tokens, samples).shape == (2, 32, shape.vocab_size)

@@ -1,0 +1,186 @@
+"""Tokenizers, token files and samples."""
+
+import os
+
+import numpy as np
+import pytest
+
+from dynatrain.data import prepare as preparing
+from dynatrain.data.corpus import DataError
+from dynatrain.data.prepare import Request, open_samples, prepare
+from dynatrain.data.samples import Samples, write_tokens
+from dynatrain.data.tokenizer import END, byte_tokenizer, encode, load_tokenizer, train_bpe
+
+TEXTS = ["def f(x):\n    return x + 1\n" * 20, "naïve 漢字 \0 \x7f\n", f"a {END} in the text"]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(12):
+        (folder / f"{i}.txt").write_text(f"document {i} says hello to the world\n" * 30)
+    return str(folder)
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+def pairs_of(tokens, sequence):
+    samples = Samples(tokens=np.asarray(tokens, dtype=np.uint16), sequence=sequence)
+    return [tuple(side.tolist() for side in samples.sample(k)) for k in range(len(samples))]
+
+
+def test_raw_bytes_are_their_own_numbers_and_256_ends():
+    for text, tokens in zip(TEXTS, encode(byte_tokenizer(), TEXTS), strict=True):
+        assert tokens.tolist() == [*text.encode(), 256]
+        assert byte_tokenizer().decode(tokens[:-1].tolist()) == text
+    assert byte_tokenizer().get_vocab_size() == 257
+
+
+def test_bpe_has_at_most_its_size_reads_any_text_and_is_the_same_each_time():
+    tokenizer = train_bpe(TEXTS, 300)
+
+    assert 257 < tokenizer.get_vocab_size() <= 300
+    assert train_bpe(TEXTS, 300).to_str() == tokenizer.to_str()
+    end = tokenizer.token_to_id(END)
+    for text, tokens in zip(TEXTS, encode(tokenizer, TEXTS), strict=True):
+        assert tokenizer.decode(tokens[:-1].tolist()) == text
+        assert [i for i, token in enumerate(tokens) if token == end] == [len(tokens) - 1]  # not the one that is text
+
+
+def test_training_reads_a_bounded_share_of_every_text(monkeypatch):
+    monkeypatch.setattr("dynatrain.data.tokenizer._TRAINED_CHARACTERS", 40)
+    tokenizer = train_bpe(["ab" * 10 + "zzzzzzzz" * 100, "cd" * 10 + "qqqqqqqq" * 100], 4096)
+
+    assert tokenizer.token_to_id("ab") is not None
+    assert tokenizer.token_to_id("cd") is not None
+    assert tokenizer.token_to_id("zz") is None
+
+
+def test_a_vocabulary_without_room_for_all_bytes_is_refused():
+    with pytest.raises(DataError, match="vocab_size is 200; at least 257"):
+        train_bpe(TEXTS, 200)
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_every_token_but_the_first_is_a_target_once():
+    assert pairs_of(range(8), 3) == [([0, 1, 2], [1, 2, 3]), ([3, 4, 5], [4, 5, 6])]
+    assert pairs_of(range(7), 3) == [([0, 1, 2], [1, 2, 3]), ([3, 4, 5], [4, 5, 6])]
+    assert pairs_of(range(6), 3) == [([0, 1, 2], [1, 2, 3])]
+
+
+def test_a_batch_is_its_samples_in_order():
+    samples = Samples(tokens=np.arange(100, dtype=np.uint16), sequence=9)
+    inputs, targets = samples.batch(np.array([7, 0, 7]))
+
+    assert inputs.tolist() == [list(range(63, 72)), list(range(9)), list(range(63, 72))]
+    assert (targets == inputs + 1).all()
+    assert inputs.dtype == targets.dtype == np.int64
+    assert samples.batch_targets(np.array([7, 0, 7])) == targets.size
+    for ids in ([-1], [11]):
+        with pytest.raises(IndexError, match="of 11"):
+            samples.batch(np.array(ids))
+
+
+@pytest.mark.parametrize(("vocab_size", "width"), [(65536, np.uint16), (65537, np.uint32)])
+def test_tokens_are_kept_in_the_narrowest_type_and_mapped(tmp_path, vocab_size, width):
+    texts = [np.array([1, vocab_size - 1], dtype=np.uint32), np.array([2], dtype=np.uint32)]
+    assert write_tokens(tmp_path / "t.npy", texts, vocab_size) == 3
+
+    tokens = Samples.open(tmp_path / "t.npy", 2).tokens
+    assert isinstance(tokens, np.memmap)
+    assert tokens.dtype == width
+    assert tokens.tolist() == [1, vocab_size - 1, 2]
+    assert os.listdir(tmp_path) == ["t.npy"]  # noqa: PTH208
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    def texts():
+        yield np.array([1], dtype=np.uint32)
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        write_tokens(tmp_path / "t.npy", texts(), 300)
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_text_says_what_would_fit(tmp_path):
+    write_tokens(tmp_path / "t.npy", [np.arange(10, dtype=np.uint32)], 300)
+
+    assert len(Samples.open(tmp_path / "t.npy", 9)) == 1
+    with pytest.raises(DataError, match=r"10 tokens and a sample of sequence = 10 needs 11; .* sequence at most 9"):
+        Samples.open(tmp_path / "t.npy", 10)
+    with pytest.raises(DataError, match="cannot be read"):
+        Samples.open(tmp_path / "missing.npy", 10)
+
+
+def test_preparing_starts_no_thread_here_and_is_done_once(run, corpus):
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    request = Request(paths=(corpus,), vocab_size=280, validation=0.3, seed=4)
+    prepared = prepare(request, run)
+
+    assert len(os.listdir("/proc/self/task")) == threads  # noqa: PTH208
+    assert sum(prepared.documents) == 12
+    assert {path.name for path in run.iterdir()} == {
+        "tokenizer.json", "data.json", "tokens_train.npy", "tokens_validation.npy"
+    }  # fmt: skip
+    train, held_out = open_samples(run, 16)
+    assert (len(train.tokens), len(held_out.tokens)) == prepared.tokens
+    text = load_tokenizer(run / "tokenizer.json").decode(train.tokens[:400].tolist())
+    assert "says hello to the world" in text
+
+    times = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
+    assert prepare(request, run) == prepared
+    assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == times
+
+
+def test_an_interrupted_preparation_is_done_again_with_the_tokenizer_that_is_there(run, corpus):
+    request = Request(paths=(corpus,), vocab_size=280)
+    prepared = prepare(request, run)
+    tokenizer = (run / "tokenizer.json").stat().st_mtime_ns
+    (run / "data.json").unlink()
+    (run / "tokens_train.npy").write_bytes(b"half")
+
+    assert prepare(request, run) == prepared
+    assert (run / "tokenizer.json").stat().st_mtime_ns == tokenizer
+    assert len(open_samples(run, 16)[0].tokens) == prepared.tokens[0]
+
+
+def test_bytes_without_held_out_documents(run, corpus):
+    prepared = prepare(Request(paths=(corpus,), tokenizer="bytes", validation=0.0), run)
+
+    assert prepared.vocab_size == 257
+    assert prepared.documents == (12, 0)
+    assert open_samples(run, 16)[1] is None
+
+
+def test_a_folder_of_other_settings_is_refused_with_the_difference(run, corpus):
+    prepare(Request(paths=(corpus,), vocab_size=280), run)
+
+    with pytest.raises(DataError, match=r"vocab_size was 280 and is now 300"):
+        prepare(Request(paths=(corpus,), vocab_size=300), run)
+
+
+def test_unusable_data_is_one_error_here_and_leaves_nothing_half_written(run):
+    with pytest.raises(DataError, match=r"the data cannot be read\n  - .*missing.txt: does not exist") as caught:
+        prepare(Request(paths=("missing.txt",)), run)
+
+    assert len(caught.value.problems) == 1
+    assert not list(run.iterdir())
+
+
+def test_a_crash_of_the_child_is_not_taken_for_success(run, corpus, monkeypatch):
+    monkeypatch.setattr(preparing, "asdict", lambda _: {"no such field": 1})
+
+    with pytest.raises(RuntimeError, match="no such field"):
+        prepare(Request(paths=(corpus,)), run)
