@@ -1,6 +1,8 @@
 """Tokenizers, token files and samples."""
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +14,12 @@ from dynatrain.data.samples import Samples, write_tokens
 from dynatrain.data.tokenizer import END, byte_tokenizer, encode, load_tokenizer, train_bpe
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 20, "naïve 漢字 \0 \x7f\n", f"a {END} in the text"]
+
+
+@pytest.fixture(autouse=True)
+def _no_threads(monkeypatch):
+    """Tests that fork run in this process too; the tokenizers library would start threads in it that stay."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
 
 
 @pytest.fixture
@@ -104,13 +112,14 @@ def test_tokens_are_kept_in_the_narrowest_type_and_mapped(tmp_path, vocab_size, 
     assert os.listdir(tmp_path) == ["t.npy"]  # noqa: PTH208
 
 
-def test_a_failed_write_leaves_nothing(tmp_path):
-    def texts():
-        yield np.array([1], dtype=np.uint32)
-        raise OSError("disk")
+def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    def save(file, _):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="disk"):
-        write_tokens(tmp_path / "t.npy", texts(), 300)
+    monkeypatch.setattr(np, "save", save)
+    with pytest.raises(OSError, match="No space"):
+        write_tokens(tmp_path / "t.npy", [np.arange(5, dtype=np.uint32)], 300)
     assert not list(tmp_path.iterdir())
 
 
@@ -124,12 +133,34 @@ def test_too_little_text_says_what_would_fit(tmp_path):
         Samples.open(tmp_path / "missing.npy", 10)
 
 
-def test_preparing_starts_no_thread_here_and_is_done_once(run, corpus):
-    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+THREADS_AFTER = """
+import os, sys, pathlib
+from dynatrain.data.prepare import Request, _make, prepare
+request, folder = Request(paths=(sys.argv[1],), vocab_size=280), pathlib.Path(sys.argv[2])
+prepare(request, folder)
+print(len(os.listdir("/proc/self/task")))
+_make(request, folder)  # what the child does: here it must show, or the line above shows nothing
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
+def test_preparing_starts_no_thread_in_the_process_that_asks(run, corpus, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    monkeypatch.setenv("RAYON_NUM_THREADS", "2")
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # numpy's own threads, started when it is imported
+    shown = subprocess.run(
+        [sys.executable, "-c", THREADS_AFTER, corpus, run], stdout=subprocess.PIPE, check=True
+    ).stdout
+
+    before, after = map(int, shown.split())
+    assert before == 1
+    assert after > 1
+
+
+def test_preparing_is_done_once(run, corpus):
     request = Request(paths=(corpus,), vocab_size=280, validation=0.3, seed=4)
     prepared = prepare(request, run)
 
-    assert len(os.listdir("/proc/self/task")) == threads  # noqa: PTH208
     assert sum(prepared.documents) == 12
     assert {path.name for path in run.iterdir()} == {
         "tokenizer.json", "data.json", "tokens_train.npy", "tokens_validation.npy"
