@@ -1,33 +1,33 @@
 """Decoder shapes small enough for tests, keyed weights for them, and batches of random tokens."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from dynatrain.models.decoder import canonical_name
 from dynatrain.models.initial import initial_box, initial_rule
 from dynatrain.space.box import whole
+from dynatrain.space.decoder import DecoderShape
 
 torch.set_num_threads(1)  # tests fork: a thread pool of torch does not survive it, and two cores are shared
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderShape:
-    """The smallest decoder with every part in use."""
+_SMALL = DecoderShape(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=61,
+    max_position_embeddings=64,
+    dropout=0.1,
+)
 
-    hidden_size: int = 64
-    intermediate_size: int = 96
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 16
-    vocab_size: int = 61
-    tie_word_embeddings: bool = False
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    qk_norm: bool = False
-    max_position_embeddings: int = 64
-    dropout: float = 0.1
+
+def small_shape(**changes):
+    """A decoder of two layers with grouped keys and dropout, or another near it."""
+    return replace(_SMALL, **changes)
 
 
 def fill(part, seed):

@@ -20,12 +20,12 @@ from torch.nn import functional
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.keyed import KeyedStream
 from tests import oracle
-from tests.shapes import DecoderShape, fill, random_batch
+from tests.shapes import small_shape, fill, random_batch
 
 SEED, STEPS, TOKENS = 5, 3, 32
 SHAPES = {
-    "tied with qk_norm": DecoderShape(qk_norm=True, tie_word_embeddings=True, dropout=0.2, vocab_size=62),
-    "untied": DecoderShape(dropout=0.2, vocab_size=62),
+    "tied with qk_norm": small_shape(qk_norm=True, tie_word_embeddings=True, dropout=0.2, vocab_size=62),
+    "untied": small_shape(dropout=0.2, vocab_size=62),
 }
 
 
@@ -102,7 +102,7 @@ def train_in_parallel(store, case, *, sp, shift=0, ranks=2):
 
 
 def train_alone(case):
-    """The oracle, at the constant rate of the ranks: the warm-up never ends within the steps, so undo its factor."""
+    """The oracle's losses and weights, at a constant rate: the end of its cosine is out of sight."""
     shape = SHAPES[case]
     part = DecoderPart(
         shape, range(shape.num_hidden_layers), first=True, last=True, streams=KeyedStream(seed=SEED)

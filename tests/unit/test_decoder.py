@@ -5,20 +5,21 @@ import math
 import pytest
 import torch
 from tests import oracle
-from tests.shapes import DecoderShape, fill, random_batch
+from tests.shapes import fill, random_batch, small_shape
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional
 
 from dynatrain.models.decoder import DecoderPart, canonical_name
 from dynatrain.models.keyed import KeyedStream
+from dynatrain.space.decoder import catalogue
 
 SHAPES = {
-    "untied": DecoderShape(),
-    "tied": DecoderShape(tie_word_embeddings=True),
-    "qk_norm": DecoderShape(qk_norm=True, tie_word_embeddings=True, rope_theta=1e6),
-    "every head its own keys": DecoderShape(num_key_value_heads=4, dropout=0.0),
-    "one key head": DecoderShape(num_key_value_heads=1, head_dim=10, hidden_size=60),
+    "untied": small_shape(),
+    "tied": small_shape(tie_word_embeddings=True),
+    "qk_norm": small_shape(qk_norm=True, tie_word_embeddings=True, rope_theta=1e6),
+    "every head its own keys": small_shape(num_key_value_heads=4, dropout=0.0),
+    "one key head": small_shape(num_key_value_heads=1, head_dim=10, hidden_size=60),
 }
 
 
@@ -87,7 +88,7 @@ def test_the_oracle_sums_as_a_binary_counter_or_left_to_right():
 
 @pytest.mark.parametrize("cut", [0, 1, 3])
 def test_parts_in_a_row_are_the_whole(cut):
-    shape = DecoderShape(num_hidden_layers=3, tie_word_embeddings=True)
+    shape = small_shape(num_hidden_layers=3, tie_word_embeddings=True)
     whole = whole_part(shape)
     head = DecoderPart(shape, range(cut), first=True, last=False, streams=KeyedStream(seed=5)).double()
     tail = DecoderPart(shape, range(cut, 3), first=False, last=True, streams=KeyedStream(seed=5)).double()
@@ -102,7 +103,7 @@ def test_parts_in_a_row_are_the_whole(cut):
 
 
 def test_names_are_the_published_ones_with_global_layer_numbers():
-    shape = DecoderShape(num_hidden_layers=8, qk_norm=True)
+    shape = small_shape(num_hidden_layers=8, qk_norm=True)
     part = DecoderPart(shape, range(3, 4), first=False, last=True, streams=KeyedStream(seed=0))
 
     attention = [f"self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
@@ -112,9 +113,18 @@ def test_names_are_the_published_ones_with_global_layer_numbers():
     assert {name for name, _ in part.named_parameters()} == expected
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_whole_part_has_the_tensors_of_the_catalogue_in_its_order(shape):
+    part = whole_part(shape)
+
+    assert [(name, tuple(value.shape)) for name, value in part.named_parameters()] == [
+        (tensor.name, tensor.shape) for tensor in catalogue(shape)
+    ]
+
+
 @pytest.mark.parametrize("inner", [False, True])
 def test_wrappers_leave_canonical_names_alone_in_either_nesting(inner):
-    shape = DecoderShape()
+    shape = small_shape()
     part = DecoderPart(shape, range(2), first=True, last=True, streams=KeyedStream(seed=0))
     before = [name for name, _ in part.named_parameters()]
     layer = part.layers["1"]
@@ -126,7 +136,7 @@ def test_wrappers_leave_canonical_names_alone_in_either_nesting(inner):
 
 
 def test_a_tied_head_is_the_embedding_and_alone_goes_by_its_name():
-    shape = DecoderShape(tie_word_embeddings=True)
+    shape = small_shape(tie_word_embeddings=True)
     streams = KeyedStream(seed=0)
     with torch.device("meta"):
         both = DecoderPart(shape, range(2), first=True, last=True, streams=streams)
@@ -141,7 +151,7 @@ def test_a_tied_head_is_the_embedding_and_alone_goes_by_its_name():
 
 
 def test_bf16_runs_forward_and_backward_and_rounds_rotation_last():
-    shape = DecoderShape(qk_norm=True)
+    shape = small_shape(qk_norm=True)
     part = whole_part(shape, dtype=torch.bfloat16)
     exact = whole_part(shape, dtype=torch.float32)
     ((samples, inputs, targets),) = random_batch(shape, 0, micro_batches=1, samples=2, tokens=32)
@@ -157,7 +167,7 @@ def test_bf16_runs_forward_and_backward_and_rounds_rotation_last():
 
 
 def test_validation_in_inference_mode_does_not_spoil_the_next_step():
-    shape = DecoderShape()
+    shape = small_shape()
     part = whole_part(shape)
     ((samples, inputs, _),) = random_batch(shape, 0, micro_batches=1, samples=2, tokens=32)
     with torch.inference_mode():
@@ -167,7 +177,7 @@ def test_validation_in_inference_mode_does_not_spoil_the_next_step():
 
 
 def test_a_part_on_meta_gives_shapes_without_memory():
-    shape = DecoderShape()
+    shape = small_shape()
     with torch.device("meta"):
         part = DecoderPart(shape, range(2), first=True, last=True, streams=KeyedStream(seed=0))
         tokens, samples = torch.zeros(2, 32, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.shapes import DecoderShape
+from tests.shapes import small_shape
 
 from dynatrain.models.initial import initial_box, initial_rule
 from dynatrain.space.box import whole
@@ -78,7 +78,7 @@ def test_another_seed_or_name_gives_unrelated_values(change):
 
 
 def test_norms_start_at_one_and_writers_of_the_residual_stream_smaller_with_depth():
-    shape = DecoderShape(num_hidden_layers=8)
+    shape = small_shape(num_hidden_layers=8)
 
     assert initial_rule("norm.weight", shape) == "ones"
     assert initial_rule("layers.3.self_attn.q_norm.weight", shape) == "ones"

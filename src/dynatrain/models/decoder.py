@@ -9,19 +9,12 @@ the same code.
 Legend of shapes: B samples, T tokens, H hidden size, N local heads, D head size.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dynatrain.models.keyed import KeyedDropout, KeyedStream
-
-if TYPE_CHECKING:
-    from dynatrain.space.decoder import DecoderShape
-
+from dynatrain.space.decoder import DecoderShape
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 """What ``torch.compile`` and activation checkpointing put into the names of the modules that they wrap."""

@@ -6,23 +6,18 @@ turned into a normal-like number (mean 0, given std, cut at 3.46 std) by adding 
 and one multiplication: no library function takes part whose last bit differs between processors.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator
 from itertools import product
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dynatrain.space.box import Box, shape_of, volume
-
-if TYPE_CHECKING:
-    from dynatrain.space.decoder import DecoderShape
-
+from dynatrain.space.decoder import DecoderShape
 
 Rule = float | Literal["ones"]
 """A standard deviation, or all ones."""
