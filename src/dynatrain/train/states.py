@@ -66,7 +66,8 @@ def optimizer_states(optimizer: torch.optim.Optimizer, found: Mapping[str, Entry
             problems.append(f"the optimizer holds state for a parameter of shape {tuple(param.shape)} not in the model")
             continue
         for key, value in sorted(values.items()):
-            if not _is_scalar(value) and tuple(value.shape) != tuple(param.shape):
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+            if shape not in ((), tuple(param.shape)):
                 problems.append(f"state {key} of {name} is neither shaped like it nor a scalar: {_brief(value)}")
             states[name][key] = value
     if problems:
@@ -75,7 +76,7 @@ def optimizer_states(optimizer: torch.optim.Optimizer, found: Mapping[str, Entry
 
 
 def _is_scalar(value: object) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+    return isinstance(value, torch.Tensor) and value.ndim == 0
 
 
 def _brief(value: object) -> str:
@@ -168,7 +169,5 @@ def catalogue_states(
     return result
 
 
-def _dtype(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype).removeprefix("torch.")
-    return "int64" if isinstance(value, int) else "float64"
+def _dtype(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")

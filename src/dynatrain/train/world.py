@@ -1,0 +1,129 @@
+"""Everything that one layout has bound on one rank: modules, optimizer, registered objects, and what they hold."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dynatrain.execute.pieces import Piece, Pieces
+from dynatrain.layout.layout import Layout
+from dynatrain.space.ownership import Ownership
+from dynatrain.space.tensor import Catalogue, State
+from dynatrain.train.live import Entry
+from dynatrain.train.states import Leaf, catalogue_states, leaves, optimizer_states
+from dynatrain.train.torch_private import local_tensor
+
+Build = Callable[[DeviceMesh, Layout], tuple[Any, torch.optim.Optimizer]]
+"""``build(mesh, layout) -> (module or list of modules, optimizer)``: the user's own ``parallelize`` and optimizer.
+
+Called under ``torch.device("meta")`` for every layout but the first, so it must make modules and nothing else."""
+
+
+@dataclass(slots=True)
+class World:
+    """One layout, bound.
+
+    Attributes:
+        layout: the layout.
+        mesh: its device mesh, all axes.
+        parts: the modules of this rank.
+        optimizer: over their parameters.
+        found: the tensors of ``parts`` by canonical name.
+        objects: registered objects by label; shared with the world before and after where they are not factories.
+        catalogue: all tensors of the job.
+        ownership: who holds which box of them.
+    """
+
+    layout: Layout
+    mesh: DeviceMesh
+    parts: list[nn.Module]
+    optimizer: torch.optim.Optimizer
+    found: dict[str, Entry]
+    objects: dict[str, Any] = field(default_factory=dict)
+    catalogue: Catalogue = ()
+    ownership: Ownership | None = None
+
+    def object_leaves(self) -> dict[str, list[Leaf]]:
+        """Parameter-shaped tensors inside each registered object."""
+        return {
+            label: leaves(label, thing.state_dict(), self.found)
+            for label, thing in self.objects.items()
+            if not is_scheduler(thing)
+        }
+
+    def states(self) -> dict[str, tuple[State, ...]]:
+        """The states that this rank's tensors have now, by canonical name."""
+        of_objects = [leaf for found in self.object_leaves().values() for leaf in found]
+        return catalogue_states(self.found, optimizer_states(self.optimizer, self.found), of_objects)
+
+    def values(self) -> dict[tuple[str, str], torch.Tensor]:
+        """``{(tensor, state): local tensor}`` of everything this rank holds, read from the live objects."""
+        held: dict[tuple[str, str], torch.Tensor] = {}
+        for name, entry in self.found.items():
+            held[name, entry.kind] = entry.value
+        for name, values in optimizer_states(self.optimizer, self.found).items():
+            held |= {(name, key): value for key, value in values.items()}
+        for found in self.object_leaves().values():
+            held |= {(leaf.tensor, leaf.state): leaf.value for leaf in found}
+        return {key: local_tensor(value) for key, value in held.items()}
+
+    def pieces(self, rank: int, device: torch.device) -> Pieces:
+        """What this rank holds, as the plan numbers it."""
+        assert self.ownership is not None
+        held = self.values()
+        found: Pieces = {}
+        for index, tensor in enumerate(self.catalogue):
+            if tensor.name not in self.found:
+                continue
+            box = self.ownership.box(tensor, rank)
+            assert box is not None
+            for number, state in enumerate(tensor.states):
+                value = held[tensor.name, state.name].to(device)
+                piece_box = () if state.scalar else box
+                found[index, number] = Piece(value.reshape(tuple(b - a for a, b in piece_box)), piece_box)
+        return found
+
+
+def as_parts(model: Any) -> list[nn.Module]:
+    """What ``build`` returned, as a list of modules."""
+    return list(model) if isinstance(model, Sequence) else [model]
+
+
+def is_scheduler(thing: object) -> bool:
+    """Whether a registered object is a learning-rate scheduler, whose state is plain numbers."""
+    return isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
+
+
+def carry_groups(old: torch.optim.Optimizer, new: torch.optim.Optimizer, old_names: Mapping[int, str],
+                 new_names: Mapping[int, str]) -> None:
+    """Give the new optimizer's groups the options of the old one's: learning rates, betas, what the user changed.
+
+    Groups are matched by their place, which one ``build`` gives to all layouts; empty groups count. A parameter that
+    this rank had before must be in the group of the same place.
+
+    Args:
+        old: has the options.
+        new: gets them.
+        old_names: canonical names by parameter identity.
+        new_names: likewise, of the new parameters.
+
+    Raises:
+        ValueError: the groups are not the same.
+    """
+    if len(old.param_groups) != len(new.param_groups):
+        raise ValueError(
+            f"build made {len(new.param_groups)} parameter groups for the new layout and {len(old.param_groups)} "
+            "for the old one; make the same groups in every layout, empty ones too"
+        )
+    place = {old_names[id(p)]: number for number, group in enumerate(old.param_groups) for p in group["params"]}
+    for number, group in enumerate(new.param_groups):
+        strangers = [
+            new_names[id(p)] for p in group["params"] if place.get(new_names[id(p)], number) != number
+        ]
+        if strangers:
+            raise ValueError(f"build moved {', '.join(strangers)} to parameter group {number}; keep groups as they were")
+        mechanics = ("params", "foreach", "fused")  # how to compute, which is the layout's business
+        group |= {key: value for key, value in old.param_groups[number].items() if key not in mechanics}
