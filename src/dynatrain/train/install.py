@@ -1,0 +1,214 @@
+"""A new world: built on meta, described to the other ranks, later filled and bound in place of the old one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from dynatrain.execute.pieces import Pieces
+from dynatrain.layout.layout import Layout
+from dynatrain.space.ownership import Ownership
+from dynatrain.space.tensor import Catalogue, State
+from dynatrain.train.adopt import adopt, shard_like
+from dynatrain.train.agreement import exchange
+from dynatrain.train.live import Described, UnplacedTensorError, describe, entries, merge
+from dynatrain.train.party import Party
+from dynatrain.train.states import Leaf, replace_leaves
+from dynatrain.train.torch_private import local_tensor
+from dynatrain.train.world import World, as_parts, carry_groups, is_scheduler
+
+
+def make_world(party: Party, layout: Layout, *, on_meta: bool) -> World:
+    """Run the user's build for ``layout``. Allocates no state when ``on_meta``."""
+    mesh = party.groups.mesh(layout, party.device.type)
+    if on_meta:
+        with torch.device("meta"):
+            model, optimizer = party.build(mesh, layout)
+    else:
+        model, optimizer = party.build(mesh, layout)
+    parts = as_parts(model)
+    found = entries(parts, party.names)
+    own = {id(entry.value) for entry in found.values()}
+    foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise UnplacedTensorError(f"build returned an optimizer over {foreign} parameter(s) that its model does not have")
+    return World(layout, mesh, parts, optimizer, found)
+
+
+def report(world: World, states: Mapping[str, tuple[State, ...]], rank: int) -> list[Any]:
+    """This rank's tensors, as plain JSON values for the other ranks."""
+    return [
+        [d.name, list(d.shape), [list(cut) for cut in d.cuts], [[s.name, s.dtype, s.scalar] for s in d.states], d.stage]
+        for d in describe(world.found, states, world.layout, rank)
+    ]
+
+
+def read_reports(reports: list[Any], layout: Layout) -> tuple[Catalogue, Ownership]:
+    """The whole job from all ranks' :func:`report`."""
+    described = [
+        [
+            Described(name, tuple(shape), tuple((a, d) for a, d in cuts), tuple(State(*s) for s in states), stage)
+            for name, shape, cuts, states, stage in one
+        ]
+        for one in reports
+    ]
+    return merge(described, layout)
+
+
+def survey(party: Party, world: World, topic: str) -> None:
+    """Agree on the whole job with all ranks and write it into ``world``: its catalogue and ownership."""
+    told = exchange(
+        party.board, topic, party.rank, payload=report(world, world.states(), party.rank), timeout=party.deadline
+    )
+    world.catalogue, world.ownership = read_reports(told.in_order(), world.layout)
+
+
+def match_catalogue(old: World, catalogue: Catalogue) -> list[str]:
+    """Why the tensors of a newly built model are not those of the old one; empty where they are."""
+    was = {tensor.name: tensor for tensor in old.catalogue}
+    now = {tensor.name: tensor for tensor in catalogue}
+    problems = [f"build no longer makes {name}" for name in was.keys() - now.keys()]
+    problems += [f"build makes {name}, which the old model has not" for name in now.keys() - was.keys()]
+    for name in was.keys() & now.keys():
+        for what, one, other in (
+            ("shape", was[name].shape, now[name].shape),
+            ("dtype", was[name].states[0].dtype, now[name].states[0].dtype),
+        ):
+            if one != other:
+                problems.append(f"build makes {name} with {what} {other}, the old model has {one}")
+    return sorted(problems)
+
+
+def bind(party: Party, old: World, new: World, pieces: Pieces) -> dict[str, Any]:
+    """Put the arrived pieces into the new modules, optimizer and registered objects.
+
+    Args:
+        party: this rank.
+        old: the world that still holds.
+        new: built on meta; mutated.
+        pieces: of the new ownership, filled.
+
+    Returns:
+        The registered objects' state dicts before, for :func:`unbind`.
+    """
+    by_name: dict[str, dict[str, torch.Tensor]] = {}
+    for (index, number), piece in pieces.items():
+        tensor = new.catalogue[index]
+        by_name.setdefault(tensor.name, {})[tensor.states[number].name] = piece.tensor
+    flats = {name: _whole_storage(by_name[name][entry.kind]) for name, entry in new.found.items()}
+    new.found = adopt(new.parts, new.found, flats, [new.optimizer])
+    _bind_optimizer(old, new, by_name)
+    _carry_hooks(party, old, new)
+    return _bind_objects(party, old, new, by_name)
+
+
+def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        storage, 0, (storage.nbytes() // tensor.itemsize,)
+    )
+
+
+def _bind_optimizer(old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    of_optimizer = {
+        key for values in old.optimizer.state.values() for key in values
+    }
+    for name, entry in new.found.items():
+        state = {}
+        for key, value in by_name[name].items():
+            if key in of_optimizer:
+                # AdamW keeps its step counter on the host unless it is capturable.
+                state[key] = value.cpu() if value.ndim == 0 and key == "step" else shard_like(entry.value, value.flatten())
+        if state:
+            new.optimizer.state[entry.value] = state
+    names = [{id(entry.value): name for name, entry in world.found.items()} for world in (old, new)]
+    carry_groups(old.optimizer, new.optimizer, *names)
+
+
+def _bind_objects(
+    party: Party, old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]
+) -> dict[str, Any]:
+    before = {}
+    held = old.object_leaves()
+    for label, thing in old.objects.items():
+        if label in party.factories:
+            new.objects[label] = party.factories[label](new.optimizer)
+            new.objects[label].load_state_dict(thing.state_dict())
+        else:
+            new.objects[label] = thing
+            before[label] = thing.state_dict()
+            arrived = _new_leaves(held[label], new, by_name)
+            thing.load_state_dict(replace_leaves(before[label], held[label], arrived))
+    # A scheduler's constructor writes learning rates; the old ones stand.
+    names = [{id(entry.value): name for name, entry in world.found.items()} for world in (old, new)]
+    carry_groups(old.optimizer, new.optimizer, *names)
+    return before
+
+
+def _new_leaves(held: list[Leaf], new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Leaf]:
+    """The leaves of one object after the switch, in the form (DTensor or plain shard, key) of those before."""
+    example = {leaf.state: leaf for leaf in held}
+    made = []
+    for name, entry in new.found.items():
+        for state, leaf in example.items():
+            value = by_name[name].get(state)
+            if value is not None:
+                whole = shard_like(entry.value, value.flatten())
+                form = whole if type(leaf.value) is type(entry.value) or not _sharded(leaf) else local_tensor(whole)
+                key = leaf.key.removesuffix(leaf.tensor) + name
+                made.append(Leaf(leaf.label, leaf.inside, key, name, form.detach()))
+    return made
+
+
+def _sharded(leaf: Leaf) -> bool:
+    return not hasattr(leaf.value, "device_mesh")
+
+
+def unbind(old: World, before: Mapping[str, Any]) -> None:
+    """Give the registered objects back what they held before :func:`bind`."""
+    for label, state in before.items():
+        old.objects[label].load_state_dict(state)
+
+
+def _carry_hooks(party: Party, old: World, new: World) -> None:
+    """Re-register the user's forward hooks on the modules of the same name that lack them."""
+    targets = {party.names(part, path): module for part in new.parts for path, module in part.named_modules()}
+    for part in old.parts:
+        for path, module in part.named_modules():
+            target = targets.get(party.names(part, path))
+            if target is None:
+                continue
+            for kind in ("_forward_hooks", "_forward_pre_hooks"):
+                there = {_name_of(hook) for hook in getattr(target, kind).values()}
+                for hook in getattr(module, kind).values():
+                    if _is_users(hook) and _name_of(hook) not in there:
+                        register = target.register_forward_hook if kind == "_forward_hooks" else (
+                            target.register_forward_pre_hook
+                        )
+                        register(hook)
+
+
+def _name_of(hook: object) -> str:
+    return f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', repr(hook))}"
+
+
+def _is_users(hook: object) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith(("torch.", "dynatrain."))
+
+
+def quiesce(world: World) -> None:
+    """Leave shards alone: drop gathered parameters and consumed gradients."""
+    for part in world.parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+    for entry in world.found.values():
+        if isinstance(entry.value, nn.Parameter):
+            entry.value.grad = None
+
+
+def schedulers(world: World) -> dict[str, Any]:
+    """The registered schedulers, by label."""
+    return {label: thing for label, thing in world.objects.items() if is_scheduler(thing)}

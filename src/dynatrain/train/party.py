@@ -1,0 +1,67 @@
+"""What a rank brings to every switch: its number, its means of agreement, its memory, and the user's build."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynatrain.cluster.board import Board
+from dynatrain.execute.pieces import Pool
+from dynatrain.execute.transport import GroupTransport, Transport
+from dynatrain.train.groups import GroupPool
+from dynatrain.train.names import NameRule
+from dynatrain.train.world import Build
+
+PHASES = ("build", "warm", "quiesce", "move", "check", "commit")
+"""Phases of a switch in order; the ones after ``warm`` are inside the stall, except that ``check`` overlaps a step."""
+
+Hook = Callable[[str, int], None]
+"""Told of ``(phase or event, round)`` as a switch goes on; tests inject faults here, heartbeats report from here."""
+
+
+def _quiet(_event: str, _round: int) -> None:
+    return
+
+
+@dataclass(slots=True, kw_only=True)
+class Party:
+    """One rank's standing means. Shared by all its switches; the pools are mutated.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks.
+        board: where ranks agree.
+        groups: process groups.
+        memory: counts the bytes of all state that this rank holds.
+        device: where state lies.
+        build: the user's build.
+        names: the user's or the default rule of canonical names.
+        factories: makers of objects that belong to an optimizer (schedulers), by label.
+        deadline: seconds that each phase may take.
+        budget: bytes over max(old, new) in ``tight``; 0 for the least that suffices.
+        ranks_per_node: how ranks share machines; None for one machine.
+        transport: makes the transport of a switch from its group; tests put a double in between.
+        hook: told of phases and rounds.
+    """
+
+    rank: int
+    world_size: int
+    board: Board
+    groups: GroupPool
+    memory: Pool
+    device: torch.device
+    build: Build
+    names: NameRule
+    factories: Mapping[str, Callable[[torch.optim.Optimizer], Any]]
+    deadline: float = 60.0
+    budget: int = 0
+    ranks_per_node: int | None = None
+    transport: Callable[[dist.ProcessGroup, range], Transport] = GroupTransport
+    hook: Hook = field(default=_quiet)
+
+    @property
+    def everyone(self) -> range:
+        """All ranks."""
+        return range(self.world_size)

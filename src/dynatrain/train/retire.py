@@ -1,0 +1,90 @@
+"""Handles from before a switch fail loudly, and say which layout they belonged to."""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dynatrain.train.live import Entry
+
+
+class RetiredHandleError(RuntimeError):
+    """Use of a module, optimizer, scheduler or parameter that a switch replaced."""
+
+
+def _complain(args: Any) -> NoReturn:
+    for value in args if isinstance(args, tuple | list) else [args]:
+        name = getattr(value, "__dict__", {}).get("_retired")
+        if name is not None:
+            raise RetiredHandleError(name)
+    raise RetiredHandleError("a tensor from before a switch was used; take it from the Switcher again")
+
+
+class _Retired(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        _complain(args)
+
+
+class _RetiredDTensor(DTensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        _complain(args)
+
+    # DTensor's own methods do not pass __torch_function__.
+    def to_local(self, **_: Any) -> NoReturn:
+        """Raise."""
+        _complain(self)
+
+    def full_tensor(self, **_: Any) -> NoReturn:
+        """Raise."""
+        _complain(self)
+
+    def redistribute(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise."""
+        _complain(self)
+
+
+class _RetiredParameter(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        _complain(args)
+
+
+def retire(
+    parts: list[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    schedulers: Mapping[str, Any],
+    found: Mapping[str, Entry],
+    why: str,
+) -> None:
+    """Make every use of an old world's handles raise :class:`RetiredHandleError` with their name.
+
+    Args:
+        parts: modules; their ``forward`` raises from now on.
+        optimizer: its ``step`` raises from now on.
+        schedulers: learning-rate schedulers by label; likewise.
+        found: parameters and buffers; every operation on one raises.
+        why: what replaced them.
+    """
+    for number, part in enumerate(parts):
+        part.forward = _dead(f"model part {number} {why}")  # type: ignore[method-assign]
+    optimizer.step = _dead(f"the optimizer {why}")  # type: ignore[method-assign]
+    for label, scheduler in schedulers.items():
+        scheduler.step = _dead(f"{label} {why}")
+    for name, entry in found.items():
+        value = entry.value
+        value._retired = f"{name} {why}"  # type: ignore[attr-defined]  # noqa: SLF001
+        if isinstance(value, DTensor):
+            value.__class__ = _RetiredDTensor
+        else:
+            value.__class__ = _RetiredParameter if isinstance(value, nn.Parameter) else _Retired
+
+
+def _dead(what: str) -> Any:
+    def raises(*_: Any, **__: Any) -> NoReturn:
+        raise RetiredHandleError(f"{what}; take it from the Switcher again")
+
+    return raises
