@@ -1,0 +1,187 @@
+"""Digests of a whole ownership: every copy of every granule, added up over the ranks, then compared.
+
+Each rank digests only its own pieces (:func:`digest_vector`); one all-reduce with SUM over the ranks turns the vectors
+into the digests of all copies. Digests are kept per copy and per *cell*, the distinct boxes of the new ownership:
+before a switch the old pieces are digested cell by cell, so that a difference names the rank that holds it without
+looking at the old pieces again, which in ``tight`` mode are gone.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dynatrain.execute.digest import MODULUS, digest_within
+from dynatrain.execute.pieces import Piece
+from dynatrain.plan.plan import Granule
+from dynatrain.space.box import Box
+from dynatrain.space.ownership import Ownership
+from dynatrain.space.tensor import Catalogue, State, Tensor
+
+ALGORITHM = "dynatrain-sum64"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A piece that does not hold what it should.
+
+    Attributes:
+        tensor: canonical name.
+        state: name of the state.
+        copy: which of the copies under the new ownership.
+        rank: that holds it.
+        box: of the piece.
+    """
+
+    tensor: str
+    state: str
+    copy: int
+    rank: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestReport:
+    """What comparing digests before and after a switch found.
+
+    Attributes:
+        equal: every copy after is the first copy before, and all copies before were equal.
+        before: digest of everything, as hex.
+        after: likewise; computed without sight of ``before``.
+        groups: granules with more than one copy, before and after counted apart.
+        checked: copies in them.
+        unequal: ``(tensor, state, copy)`` of copies before the switch that differ from the first one.
+        differing: pieces after the switch that differ from the first copy before.
+    """
+
+    equal: bool
+    before: str
+    after: str
+    groups: int
+    checked: int
+    unequal: tuple[tuple[str, str, int], ...]
+    differing: tuple[Difference, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """How an ownership holds one granule.
+
+    Attributes:
+        cells: distinct boxes that are not empty, ascending.
+        holders: ``(copy, index in cells)`` by rank; ranks with an empty piece are absent.
+    """
+
+    cells: tuple[Box, ...]
+    holders: Mapping[int, tuple[int, int]]
+
+    @property
+    def copies(self) -> int:
+        return 1 + max((copy for copy, _ in self.holders.values()), default=0)
+
+
+def digest_vector(
+    pieces: Mapping[Granule, Piece], catalogue: Catalogue, ownership: Ownership, cut: Ownership, rank: int
+) -> torch.Tensor:
+    """This rank's share: int64, to be added up over the ranks with wrap-around.
+
+    Args:
+        pieces: what the rank holds.
+        catalogue: all tensors.
+        ownership: under which it holds them.
+        cut: whose cells the digests are kept for: the new ownership, before and after a switch.
+        rank: this rank.
+    """
+    found: list[int] = []
+    for granule, grid, cells in _walk(catalogue, ownership, cut):
+        slots = [0] * (grid.copies * len(cells))
+        if rank in grid.holders:
+            piece, copy = pieces[granule], grid.holders[rank][0]
+            for index, cell in enumerate(cells):
+                slots[copy * len(cells) + index] = digest_within(piece.tensor, piece.box, cell)
+        found += slots
+    return torch.tensor([value - MODULUS if value >= MODULUS // 2 else value for value in found], dtype=torch.int64)
+
+
+def compare(
+    before: torch.Tensor, after: torch.Tensor, catalogue: Catalogue, old: Ownership, new: Ownership
+) -> DigestReport:
+    """Judge two summed vectors.
+
+    Args:
+        before: sum of the ranks' ``digest_vector(..., old, cut=new)``.
+        after: sum of the ranks' ``digest_vector(..., new, cut=new)``.
+        catalogue: all tensors.
+        old: ownership before.
+        new: ownership after.
+    """
+    was, now = _tables(before, catalogue, old, new), _tables(after, catalogue, new, new)
+    unequal, differing = [], []
+    for (granule, grid, cells), old_copies, new_copies in zip(_walk(catalogue, new, new), was, now, strict=True):
+        tensor = catalogue[granule[0]].name
+        state = catalogue[granule[0]].states[granule[1]].name
+        unequal += [(tensor, state, copy) for copy, row in enumerate(old_copies) if row != old_copies[0]]
+        differing += [
+            Difference(tensor, state, copy, rank, cells[cell])
+            for rank, (copy, cell) in sorted(grid.holders.items())
+            if new_copies[copy][cell] != old_copies[0][cell]
+        ]
+    groups = [copies for copies in (*was, *now) if len(copies) > 1]
+    return DigestReport(
+        equal=not unequal and not differing,
+        before=_total(was),
+        after=_total(now),
+        groups=len(groups),
+        checked=sum(len(copies) for copies in groups),
+        unequal=tuple(unequal),
+        differing=tuple(differing),
+    )
+
+
+def _walk(
+    catalogue: Catalogue, ownership: Ownership, cut: Ownership
+) -> Iterator[tuple[Granule, _Grid, tuple[Box, ...]]]:
+    """Every granule that is owned, in catalogue order, with its grid and the cells that digests are kept for."""
+    known: dict[object, _Grid] = {}
+
+    def grid(tensor: Tensor, state: State, of: Ownership) -> _Grid:
+        # Tensors of equal shape and placement, as in every layer, share one grid.
+        key = (id(of), tensor.state_shape(state), tensor.shape, of.placements[tensor.name])
+        if key not in known:
+            known[key] = _grid(tensor, state, of)
+        return known[key]
+
+    for index, tensor in enumerate(catalogue):
+        for number, state in enumerate(tensor.states):
+            yield (index, number), grid(tensor, state, ownership), grid(tensor, state, cut).cells
+
+
+def _grid(tensor: Tensor, state: State, ownership: Ownership) -> _Grid:
+    held = {rank: ownership.box(tensor, rank) for rank in range(ownership.layout.world_size)}
+    if state.scalar:
+        # Every holder of the tensor has the whole of it, so each is a copy of its own.
+        ranks = [rank for rank, box in held.items() if box is not None]
+        return _Grid(((),), {rank: (copy, 0) for copy, rank in enumerate(ranks)})
+    boxes = {rank: box for rank, box in held.items() if box is not None and all(start < stop for start, stop in box)}
+    cells = tuple(sorted(set(boxes.values())))
+    return _Grid(cells, {rank: (ownership.copy_index(tensor, rank), cells.index(box)) for rank, box in boxes.items()})
+
+
+def _tables(vector: torch.Tensor, catalogue: Catalogue, ownership: Ownership, cut: Ownership) -> list[list[list[int]]]:
+    """The vector as digests by granule, copy, cell."""
+    values = iter(vector.tolist())
+    return [
+        [[next(values) % MODULUS for _ in cells] for _ in range(grid.copies)]
+        for _, grid, cells in _walk(catalogue, ownership, cut)
+    ]
+
+
+def _total(tables: list[list[list[int]]]) -> str:
+    """One digest of everything: over the digests of all granules in catalogue order, each distinct copy once."""
+    found = hashlib.blake2b(digest_size=16)
+    for copies in tables:
+        for value in sorted({sum(row) % MODULUS for row in copies}):
+            found.update(value.to_bytes(8, "little"))
+        found.update(b"/")
+    return found.hexdigest()

@@ -1,0 +1,241 @@
+"""One round on the wire: pieces to messages to pieces, with a checksum per move at both ends.
+
+A part that is alone in its frame and contiguous where it lies travels straight from or into its piece; all others go
+through staging buffers. The sender hashes what it hands to the transport, the receiver what lies in the target piece
+afterwards.
+"""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import xxhash
+
+from dynatrain.execute.pieces import Pieces, Pool
+from dynatrain.execute.transport import Message, Pending, Transport
+from dynatrain.execute.wire import FAN, Frame, Item, Part, Route, Wave
+from dynatrain.plan.plan import RankPlan
+from dynatrain.space.box import Box, within
+from dynatrain.space.tensor import Catalogue
+
+DEPTH = 2
+"""Waves in flight at once: the next one is packed while the last one travels."""
+
+
+class CorruptMove(RuntimeError):  # noqa: N818 - says what happened
+    """Bytes arrived other than they were sent.
+
+    Attributes:
+        tensor: canonical name.
+        state: name of the state.
+        box: of the move.
+        src: rank that sent.
+        dst: rank that received.
+    """
+
+    def __init__(self, *, tensor: str, state: str, box: Box, src: int, dst: int) -> None:
+        self.tensor, self.state, self.box, self.src, self.dst = tensor, state, box, src, dst
+        super().__init__(f"{tensor} {state}, box {box}: rank {dst} holds other bytes than rank {src} sent")
+
+
+def staging_bound(routes: Sequence[Route]) -> int:
+    """Most bytes of staging memory that carrying ``routes`` out can take on their rank."""
+    return 2 * DEPTH * FAN * _longest(routes)
+
+
+class Exchange:
+    """Moves the bytes of one rank's rounds.
+
+    Args:
+        plan: the rank's part.
+        catalogue: the tensors that the plan numbers.
+        routes: of all rounds.
+        transport: joins the ranks.
+        pool: gives staging memory, at most :func:`staging_bound`, until :meth:`release`.
+
+    Attributes:
+        ledger: payload bytes by (source rank, destination rank).
+    """
+
+    def __init__(
+        self, *, plan: RankPlan, catalogue: Catalogue, routes: Sequence[Route], transport: Transport, pool: Pool
+    ) -> None:
+        self.ledger: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._rank = plan.rank
+        self._catalogue = catalogue
+        self._transport = transport
+        self._pool = pool
+        self._longest = _longest(routes)
+        self._staging: list[torch.Tensor] = []
+        self._free: list[torch.Tensor] = []
+
+    def round(self, route: Route, old: Pieces, new: Pieces, deadline: float, posted: Callable[[], None]) -> None:
+        """Fill this rank's new pieces of one round and serve the others theirs.
+
+        Args:
+            route: of the round.
+            old: pieces that are read.
+            new: pieces that are written.
+            deadline: on the monotonic clock, in seconds, for every transfer.
+            posted: called once, when the first transfers are under way.
+
+        Raises:
+            TransportError: a peer is gone or late. Buffers may be in use until the transport is closed.
+            CorruptMove: checksums of a move differ.
+        """
+        sums = _Sums(route)
+        flying: deque[_Flight] = deque()
+        for wave in route.waves:
+            if len(flying) == DEPTH:
+                self._land(flying.popleft(), deadline)
+            flying.append(self._launch(wave, sums, old, new))
+            if wave is route.waves[0]:
+                posted()
+        if not route.waves:
+            posted()
+        self._relay(route.relays, old, new)
+        while flying:
+            self._land(flying.popleft(), deadline)
+        self._compare(sums, deadline)
+
+    def release(self) -> None:
+        """Give the staging memory back. Only when no transfer uses it: all done, or the transport closed."""
+        self._free.clear()
+        while self._staging:
+            self._pool.drop(self._staging.pop())
+
+    def _launch(self, wave: Wave, sums: "_Sums", old: Pieces, new: Pieces) -> "_Flight":
+        """Pack and post one wave."""
+        staged: list[torch.Tensor] = []
+        receives = [self._slots(frame, sums.received[frame.peer], new, staged) for frame in wave.receives]
+        sends = [self._slots(frame, sums.sent[frame.peer], old, staged) for frame in wave.sends]
+        for frame, _, slots in sends:
+            for slot in slots:
+                if slot.inside is not None:
+                    slot.inside.copy_(slot.view)
+                slot.stream.update(slot.view if slot.inside is None else slot.inside)
+            self.ledger[self._rank, frame.peer] += frame.nbytes
+        pending = self._transport.post(
+            [Message(frame.peer, data) for frame, data, _ in sends],
+            [Message(frame.peer, data) for frame, data, _ in receives],
+        )
+        return _Flight(pending, receives, staged)
+
+    def _land(self, flight: "_Flight", deadline: float) -> None:
+        """Wait for one wave and put what arrived where it belongs."""
+        flight.pending.wait(max(0.0, deadline - time.monotonic()))
+        for frame, _, slots in flight.receives:
+            for slot in slots:
+                if slot.inside is not None:
+                    slot.view.copy_(slot.inside)
+                if slot.view.is_contiguous():
+                    slot.stream.update(slot.view)
+                else:
+                    slot.stream.update(slot.inside.copy_(slot.view))
+            self.ledger[frame.peer, self._rank] += frame.nbytes
+        self._free += flight.staged
+
+    def _slots(
+        self, frame: Frame, streams: "list[_Stream]", pieces: Pieces, staged: list[torch.Tensor]
+    ) -> "tuple[Frame, torch.Tensor, list[_Slot]]":
+        """Where the bytes of a frame are: the message's tensor, and each part in it and in its piece."""
+        views = [_view(pieces, streams[part.item].item, part) for part in frame.parts]
+        if len(views) == 1 and views[0].is_contiguous():
+            return frame, _bytes(views[0]), [_Slot(streams[frame.parts[0].item], views[0], None)]
+        staged.append(self._buffer())
+        slots = [
+            _Slot(streams[part.item], view, staged[-1][part.start : part.stop].view(view.dtype).view(view.shape))
+            for part, view in zip(frame.parts, views, strict=True)
+        ]
+        return frame, staged[-1][: frame.nbytes], slots
+
+    def _buffer(self) -> torch.Tensor:
+        if self._free:
+            return self._free.pop()
+        self._staging.append(self._pool.allocate((self._longest,), torch.uint8))
+        return self._staging[-1]
+
+    def _relay(self, relays: Sequence[Item], old: Pieces, new: Pieces) -> None:
+        """Lay out anew what stays on this rank."""
+        for item in relays:
+            source, target = old[item.granule], new[item.granule]
+            target.tensor[within(item.box, target.box)] = source.tensor[within(item.box, source.box)]
+            self.ledger[self._rank, self._rank] += item.nbytes
+
+    def _compare(self, sums: "_Sums", deadline: float) -> None:
+        """Exchange checksums, one message per peer, and compare."""
+        device = self._pool.device
+        told = {
+            peer: torch.empty(len(streams), dtype=torch.int64, device=device) for peer, streams in sums.received.items()
+        }
+        sends = [Message(peer, _sums_of(streams).to(device)) for peer, streams in sums.sent.items()]
+        pending = self._transport.post(sends, [Message(peer, there) for peer, there in told.items()])
+        pending.wait(max(0.0, deadline - time.monotonic()))
+        for peer, streams in sums.received.items():
+            differ = (told[peer].cpu() != _sums_of(streams)).nonzero()
+            if len(differ):
+                item = streams[int(differ[0])].item
+                tensor, state = self._catalogue[item.granule[0]], item.granule[1]
+                raise CorruptMove(
+                    tensor=tensor.name, state=tensor.states[state].name, box=item.box, src=peer, dst=self._rank
+                )
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The running checksum of one item, over its parts in wire order."""
+
+    item: Item
+    hash: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
+
+    def update(self, data: torch.Tensor) -> None:
+        # Not Tensor.numpy(): it marks the storage as not resizable for good, and then it can never be given back.
+        self.hash.update(np.from_dlpack(_bytes(data).cpu()))
+
+
+class _Sums:
+    """Checksums of one round, by peer."""
+
+    def __init__(self, route: Route) -> None:
+        self.sent = {peer: [_Stream(item) for item in items] for peer, items in route.sends.items()}
+        self.received = {peer: [_Stream(item) for item in items] for peer, items in route.receives.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """One part: its place in its piece, and in the staging buffer where it goes through one."""
+
+    stream: _Stream
+    view: torch.Tensor
+    inside: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A posted wave."""
+
+    pending: Pending
+    receives: list[tuple[Frame, torch.Tensor, list[_Slot]]]
+    staged: list[torch.Tensor]
+
+
+def _longest(routes: Sequence[Route]) -> int:
+    frames = (frame for route in routes for wave in route.waves for frame in (*wave.sends, *wave.receives))
+    return max((frame.nbytes for frame in frames), default=0)
+
+
+def _view(pieces: Pieces, item: Item, part: Part) -> torch.Tensor:
+    piece = pieces[item.granule]
+    return piece.tensor[within(part.box, piece.box)]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _sums_of(streams: Sequence[_Stream]) -> torch.Tensor:
+    return torch.from_numpy(np.array([stream.hash.intdigest() for stream in streams], dtype=np.uint64).view(np.int64))

@@ -1,0 +1,132 @@
+"""What a rank holds, and the memory that it lies in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from dynatrain.plan.plan import Granule
+from dynatrain.space.box import Box, shape_of
+from dynatrain.space.tensor import Catalogue
+
+_POISON_BYTE = 0x7F
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """What a rank holds of one granule.
+
+    Attributes:
+        tensor: detached, contiguous, exactly the shape of ``box``; alone in its storage, which may be longer than it.
+        box: in the coordinates of the granule; ``()`` for a scalar state.
+        nbytes: size of the storage, padding included, while it is not given back.
+    """
+
+    tensor: torch.Tensor
+    box: Box
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", self.tensor.untyped_storage().nbytes())
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The storage, one object for all tensors that alias it."""
+        return self.tensor.untyped_storage()
+
+
+Pieces = dict[Granule, Piece]
+"""All that one rank holds under one ownership, empty pieces included."""
+
+
+def misfits(pieces: Mapping[Granule, Piece], catalogue: Catalogue) -> list[str]:
+    """Every reason why ``pieces`` cannot be what its type says, one sentence each."""
+    found = []
+    seen: dict[int, str] = {}
+    for (tensor, state), piece in sorted(pieces.items(), key=lambda pair: pair[0]):
+        declared = catalogue[tensor].states[state]
+        name = f"{catalogue[tensor].name} {declared.name}"
+        if tuple(piece.tensor.shape) != shape_of(piece.box):
+            found.append(f"{name}: shape {tuple(piece.tensor.shape)} is not that of its box {piece.box}")
+        if str(piece.tensor.dtype) != f"torch.{declared.dtype}":
+            found.append(f"{name}: dtype {piece.tensor.dtype}, the catalogue says {declared.dtype}")
+        if not piece.tensor.is_contiguous() or piece.tensor.requires_grad:
+            found.append(f"{name}: must be contiguous and detached")
+        if piece.nbytes and (other := seen.setdefault(piece.storage.data_ptr(), name)) != name:
+            found.append(f"{name}: shares its storage with {other}, so neither can be given up alone")
+    return found
+
+
+class Pool:
+    """Gives out, takes back and counts the memory of pieces and staging buffers of one rank.
+
+    Args:
+        device: where memory is allocated.
+        poison: fill new memory with NaN (integers: bytes 0x7F), so that an element that nobody wrote is visible.
+        touch: write every page when it is given out, so that no page is touched first inside the stall.
+
+    Attributes:
+        held: bytes now in use.
+        peak: most bytes ever in use at once; a caller may set it back to ``held``.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, poison: bool = False, touch: bool = False) -> None:
+        self.device = torch.device(device)
+        self.held = 0
+        self.peak = 0
+        self._poison = poison
+        self._touch = touch
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, storage_bytes: int = 0) -> torch.Tensor:
+        """A contiguous tensor at the start of a storage of its own.
+
+        Its content is undefined; padding behind it is zero.
+
+        Args:
+            shape: of the tensor.
+            dtype: of the tensor.
+            storage_bytes: size of the storage where it is to be longer than the tensor.
+        """
+        needed = torch.Size(shape).numel() * dtype.itemsize
+        storage = torch.UntypedStorage(max(storage_bytes, needed), device=self.device)
+        tensor = torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, shape)
+        self._count(storage.nbytes())
+        self._prepare(tensor)
+        return tensor
+
+    def hold(self, piece: Piece) -> None:
+        """Count a piece that was allocated elsewhere and is in use now."""
+        self._count(piece.nbytes)
+
+    def give_back(self, piece: Piece) -> None:
+        """Free a piece's memory whoever still refers to it (``set_`` to something empty would not); once is enough."""
+        self.drop(piece.tensor)
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Free the storage of a tensor that this pool gave out or holds."""
+        storage = tensor.untyped_storage()
+        self.held -= storage.nbytes()
+        storage.resize_(0)
+
+    def restore(self, piece: Piece) -> None:
+        """Give a piece that was given back its memory again, visible to all its aliases; its content is undefined."""
+        if piece.storage.nbytes() == piece.nbytes:
+            return
+        piece.storage.resize_(piece.nbytes)
+        self._count(piece.nbytes)
+        self._prepare(piece.tensor)
+
+    def _count(self, nbytes: int) -> None:
+        self.held += nbytes
+        self.peak = max(self.peak, self.held)
+
+    def _prepare(self, tensor: torch.Tensor) -> None:
+        """Zero what lies around ``tensor`` in its storage; poison or touch the tensor itself."""
+        whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(tensor.untyped_storage())
+        start = tensor.storage_offset() * tensor.itemsize
+        whole[:start].zero_()
+        whole[start + tensor.nbytes :].zero_()
+        if self._poison and tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+        elif self._poison or self._touch:
+            whole[start : start + tensor.nbytes].fill_(_POISON_BYTE)

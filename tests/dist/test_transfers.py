@@ -1,0 +1,173 @@
+"""The executor over gloo in real processes: right place, killed, stopped and failing peers."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from dynatrain.execute.exchange import CorruptMove
+from dynatrain.execute.rounds import RoundRefused, backward
+from dynatrain.execute.transport import GroupTransport, Message, TransportError
+from tests.doubles import LateTransport
+from tests.ranks import run
+from tests.stamped import Rank, job, owns, plans, schedule
+
+JOB = job()
+
+
+class Spoiling:
+    """Flips one bit of one message that arrives."""
+
+    def __init__(self, inner):
+        self.inner, self.size, self.close, self.done = inner, inner.size, inner.close, False
+
+    def post(self, sends, receives):
+        self.receives, self.pending = list(receives), self.inner.post(sends, receives)
+        return self
+
+    def wait(self, timeout_seconds):
+        self.pending.wait(timeout_seconds)
+        for message in self.receives[: 0 if self.done else 1]:
+            message.tensor[-1] ^= 1
+            self.done = True
+
+
+def member(world, ends, mode, name, *, wrap=lambda transport: transport, hook=None):
+    """This process as one rank of a switch, not yet run."""
+    old, new = (owns(JOB, text) for text in ends)
+    plan = plans(JOB, old, new, world.size, schedule(JOB, mode, per_round=20))[world.rank]
+    transport = wrap(GroupTransport(world.group(name), range(world.size)))
+    rank = Rank(JOB, old, new, plan, transport, lambda number: world.vote(f"{name}/{number}", yes=True))
+    if hook:
+        rank.executor._hook = hook
+    return rank
+
+
+def outcome(world, rank, name, seconds=8):
+    """How the run ended, after how long, and with the old pieces intact or not."""
+    began = time.monotonic()
+    try:
+        rank.executor.run(seconds)
+    except (TransportError, CorruptMove, RoundRefused, InterruptedError) as error:
+        world.vote(f"{name}/{rank.executor.journal.agreed}", yes=False)
+        return type(error).__name__, time.monotonic() - began, getattr(error, "peers", None) or str(error)
+    return "done", time.monotonic() - began, ""
+
+
+@pytest.mark.parametrize("ends", [("fsdp4", "fsdp2.tp2"), ("pp2.tp2", "dp2.fsdp2"), ("tp4", "fsdp3")], ids="-".join)
+def test_gloo_and_gloo_as_late_as_it_may_be_put_everything_in_its_place(ends):
+    new = owns(JOB, ends[1])
+
+    def work(world):
+        wrong = []
+        for mode in ("keep", "tight"):
+            for name, wrap in (("gloo", lambda t: t), ("late", lambda t: LateTransport(t, world.rank))):
+                rank = member(world, ends, mode, f"{mode}/{name}", wrap=wrap)
+                rank.executor.run(20)
+                wrong += rank.misplaced(new, rank.executor.new)
+        return wrong
+
+    assert run(4, work) == [[]] * 4
+
+
+@pytest.mark.parametrize("event", ["round_start", "posted", "received"])
+def test_a_killed_peer_is_an_error_on_all_others_within_seconds(event):
+    def work(world):
+        def hook(seen, number):
+            if (seen, number, world.rank) == (event, 1, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        rank = member(world, ("fsdp4", "pp2.tp2"), "keep", "kill", hook=hook)
+        found = outcome(world, rank, "kill")
+        return found[0], found[1] < 5, rank.misplaced(owns(JOB, "fsdp4"), rank.old)
+
+    results = run(4, work)
+    assert results[2] is None
+    for rank in (0, 1, 3):
+        kind, quick, wrong = results[rank]
+        assert kind in {"TransportError", "RoundRefused"} if event == "received" else kind == "TransportError"
+        assert (quick or event == "received", wrong) == (True, [])
+
+
+def test_a_stopped_peer_is_named_at_the_deadline():
+    def work(world):
+        def hook(seen, number):
+            if (seen, number, world.rank) == ("posted", 0, 1):
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        return outcome(world, member(world, ("fsdp4", "tp4"), "keep", "stop", hook=hook), "stop", seconds=2)
+
+    results = run(4, work, seconds=7)
+    assert results[1] is None
+    for rank in (0, 2, 3):
+        kind, seconds, _ = results[rank]
+        assert kind == "TransportError"
+        assert seconds < 4
+    assert any(results[rank][2] == (1,) for rank in (0, 2, 3))
+
+
+def test_a_failing_rank_frees_the_others_and_tight_goes_back_on_a_new_group():
+    ends, rounds = ("fsdp4", "pp2.tp2"), schedule(JOB, "tight", per_round=20)
+    old, new = (owns(JOB, text) for text in ends)
+
+    def work(world):
+        def hook(seen, number):
+            if (seen, number, world.rank) == ("posted", 1, 3):
+                raise InterruptedError
+
+        rank = member(world, ends, "tight", "ahead", hook=hook)
+        found = outcome(world, rank, "ahead")
+        rank.executor._agree = lambda number: world.vote(f"back/{number}", yes=True)
+        rank.executor._hook = lambda _event, _round: None
+        back = plans(JOB, new, old, 4, backward(rounds, 1))[world.rank]
+        way = rank.executor.way_back(plan=back, transport=GroupTransport(world.group("back"), range(4)), agreed=1)
+        way.run(10)
+        return found[0], found[1] < 3, rank.misplaced(old, rank.old)
+
+    results = run(4, work)
+    assert results[3] == ("InterruptedError", True, [])
+    assert results[:3] == [("TransportError", True, [])] * 3
+
+
+def test_one_flipped_bit_on_the_way_names_the_move():
+    def work(world):
+        wrap = Spoiling if world.rank == 2 else lambda transport: transport
+        return outcome(world, member(world, ("fsdp4", "fsdp2.tp2"), "keep", "flip", wrap=wrap), "flip")
+
+    results = run(4, work)
+    assert results[2][0] == "CorruptMove"
+    assert "rank 2 holds other bytes than rank" in results[2][2]
+    assert {results[rank][0] for rank in (0, 1, 3)} <= {"RoundRefused", "TransportError"}
+
+
+def test_closing_ends_the_waits_of_peers_and_of_our_own_threads():
+    def work(world):
+        transport = GroupTransport(world.group("close"), range(3))
+        began = time.monotonic()
+        if world.rank == 0:
+            time.sleep(0.3)
+            transport.close()
+            transport.close()
+            return "closed"
+        pending = transport.post([], [Message(0, torch.zeros(8))])
+        try:
+            pending.wait(15)
+        except TransportError as error:
+            return error.peers, time.monotonic() - began < 5
+        return "came"
+
+    assert run(3, work) == ["closed", ((0,), True), ((0,), True)]
+
+
+def test_plan_ranks_may_be_numbered_otherwise_than_the_group():
+    def work(world):
+        numbers = [7, 3, 5]
+        transport = GroupTransport(world.group("numbers"), numbers)
+        mine, peer, before = numbers[world.rank], numbers[(world.rank + 1) % 3], numbers[world.rank - 1]
+        got = torch.zeros(1)
+        transport.post([Message(peer, torch.tensor([float(mine)]))], [Message(before, got)]).wait(10)
+        return got.item() == before
+
+    assert run(3, work) == [True] * 3

@@ -1,0 +1,254 @@
+"""The executor on many ranks in one process, every element stamped with its address, every target poisoned."""
+
+import dataclasses
+import random
+
+import pytest
+from tests.doubles import LateTransport
+from tests.stamped import Ballot, Rank, everywhere, granules, job, local, owns, plans, schedule
+
+from dynatrain.execute import exchange, wire
+from dynatrain.execute.exchange import CorruptMove
+from dynatrain.execute.rounds import RoundRefused, backward
+from dynatrain.execute.transport import TransportError
+from dynatrain.space.box import volume
+from dynatrain.space.tensor import ITEMSIZE
+
+JOB = job()
+FOUR = ["dp4", "fsdp4", "dp2.fsdp2", "tp4", "fsdp2.tp2", "dp2.tp2", "pp4", "pp2.fsdp2", "pp2.tp2"]
+OTHER = ["fsdp3", "fsdp2", "dp1", "tp3.fsdp2", "pp2.dp2.tp2", "fsdp8", "pp3.tp2"]
+
+
+@pytest.fixture(autouse=True)
+def _small_frames(monkeypatch):
+    """Many frames of both kinds, and items cut inside a row, on a small job."""
+    monkeypatch.setattr(wire, "FRAME_BYTES", 96)
+    monkeypatch.setattr(wire, "PACK_BYTES", 32)
+
+
+def pairs(count, seed=1):
+    """Random layout pairs, some of other world sizes, some with permuted ranks."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        ends = [draw.choice(FOUR + OTHER) for _ in range(2)]
+        yield tuple((text, permuted(text, draw)) for text in ends)
+
+
+def permuted(text, draw):
+    order = list(range(owns(JOB, text).layout.world_size))
+    if draw.random() < 0.3:
+        draw.shuffle(order)
+        return tuple(order)
+    return ()
+
+
+def switch(old, new, mode, transports=None):
+    """The ranks after a switch, and what each run gave."""
+    size = max(old.layout.world_size, new.layout.world_size)
+    everybody = plans(JOB, old, new, size, schedule(JOB, mode))
+    transports = transports or local(size)
+    agree = Ballot(size)
+    ranks = [Rank(JOB, old, new, plan, transports[plan.rank], agree) for plan in everybody]
+    return ranks, everywhere(ranks, lambda rank: ranks[rank].executor.run(20))
+
+
+@pytest.mark.parametrize("mode", ["keep", "tight"])
+@pytest.mark.parametrize("ends", list(pairs(12)), ids=lambda ends: f"{ends[0][0]}-{ends[1][0]}")
+def test_every_element_arrives_at_its_place(ends, mode):
+    (a, order_a), (b, order_b) = ends
+    old, new = owns(JOB, a, order_a), owns(JOB, b, order_b)
+    ranks, results = switch(old, new, mode)
+    assert results == [None] * len(ranks)
+    for rank in ranks:
+        assert rank.misplaced(new, rank.executor.new) == []
+        assert rank.executor.ledger == planned_bytes(rank.plan)
+        rank.executor.release() if mode == "keep" else None
+        assert rank.pool.held == sum(piece.nbytes for piece in rank.executor.new.values())
+
+
+def planned_bytes(plan):
+    found = {}
+    for move in (*plan.sends, *plan.receives, *plan.relays):
+        for state in move.states:
+            nbytes = volume(move.box) * ITEMSIZE[JOB[move.tensor].states[state].dtype]
+            if nbytes:
+                found[move.src, move.dst] = found.get((move.src, move.dst), 0) + nbytes
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mode", ["keep", "tight"])
+def test_a_transport_that_delivers_as_late_as_it_may_changes_nothing(mode, seed):
+    (a, order_a), (b, order_b) = next(pairs(1, seed + 100))
+    old, new = owns(JOB, a, order_a), owns(JOB, b, order_b)
+    size = max(old.layout.world_size, new.layout.world_size)
+    late = [LateTransport(inner, seed * 31 + rank) for rank, inner in enumerate(local(size))]
+    ranks, results = switch(old, new, mode, late)
+    assert results == [None] * size
+    assert [rank.misplaced(new, rank.executor.new) for rank in ranks] == [[]] * size
+
+
+def misplaced_by(ends, spoil_plan=lambda plan: plan, spoil_pieces=lambda _held: None):
+    """Granules that each rank holds wrongly after a switch in which rank 0 has a spoiled plan or spoiled pieces."""
+    agree, lines = Ballot(4), local(4)
+    old, new = (owns(JOB, text) for text in ends)
+    first, *others = plans(JOB, old, new, 4, schedule(JOB, "keep"))
+    ranks = [Rank(JOB, old, new, plan, lines[plan.rank], agree) for plan in (spoil_plan(first), *others)]
+    spoil_pieces(ranks[0].old)
+    assert everywhere(ranks, lambda rank: ranks[rank].executor.run(20)) == [None] * 4
+    return [rank.misplaced(new, rank.executor.new) for rank in ranks]
+
+
+def test_the_stamps_show_a_dropped_move():
+    def drop(plan):
+        return dataclasses.replace(plan, relays=plan.relays[1:])
+
+    assert misplaced_by(("fsdp4", "tp4")) == [[]] * 4
+    assert [len(wrong) for wrong in misplaced_by(("fsdp4", "tp4"), drop)] == [1, 0, 0, 0]
+
+
+def test_the_stamps_show_a_box_shifted_by_a_row():
+    named = []
+
+    def shift(plan):
+        move = next(m for m in plan.sends if len(m.box) == 2 and m.box[0] == (2, 4))
+        named.append(move)
+        shifted = dataclasses.replace(move, box=((3, 5), move.box[1]))
+        return dataclasses.replace(plan, sends=tuple(shifted if m == move else m for m in plan.sends))
+
+    wrong = misplaced_by(("tp4", "fsdp4"), shift)
+    assert wrong[named[0].dst] == [(named[0].tensor, named[0].states[0])]
+    assert sum(map(len, wrong)) == 1
+
+
+def test_the_stamps_show_two_states_swapped():
+    def swap(held):
+        held[2, 0], held[2, 1] = held[2, 1], held[2, 0]
+
+    assert [(2, 0), (2, 1)] in misplaced_by(("fsdp4", "tp4"), spoil_pieces=swap)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_corrupted_byte_is_named_by_the_rank_that_received_it(victim):
+    spoiled = []
+
+    def tamper(src, dst, tensor):
+        if dst == victim and not spoiled and tensor.numel() > 40:
+            spoiled.append(src)
+            tensor[40] ^= 1
+
+    old, new = owns(JOB, "fsdp4"), owns(JOB, "fsdp2.tp2")
+    ranks, results = switch(old, new, "keep", local(4, tamper=tamper))
+    found = results[victim]
+    assert isinstance(found, CorruptMove)
+    assert (found.src, found.dst) == (spoiled[0], victim)
+    named = next(t for t, tensor in enumerate(JOB) if tensor.name == found.tensor)
+    assert (named, found.box) in {(m.tensor, m.box) for m in ranks[victim].plan.receives if m.src == found.src}
+    for rank, result in enumerate(results):
+        assert isinstance(result, CorruptMove if rank == victim else RoundRefused | TransportError)
+        assert ranks[rank].misplaced(old, ranks[rank].old) == []
+
+
+def fail(old, new, rounds, failing, event):
+    """Ranks in ``tight``, one of which raised at ``event`` of round ``failing``."""
+    size = max(old.layout.world_size, new.layout.world_size)
+    agree, lines, victim = Ballot(size), local(size), failing % size
+
+    def hook(seen, number):
+        if (seen, number) == (event, failing):
+            raise InterruptedError
+
+    ranks = [Rank(JOB, old, new, p, lines[p.rank], agree) for p in plans(JOB, old, new, size, rounds)]
+    ranks[victim].executor._hook = hook
+    results = everywhere(ranks, lambda rank: ranks[rank].executor.run(20))
+    assert isinstance(results[victim], InterruptedError)
+    last = (event, failing) == ("agreed", len(rounds.rounds) - 1)
+    assert last or all(result is not None for result in results)
+    return ranks
+
+
+def go_back(ranks, old, new, rounds):
+    """Carry everything back on new transports."""
+    agreed = max(rank.executor.journal.agreed for rank in ranks)
+    size = len(ranks)
+    back, lines, agree = plans(JOB, new, old, size, backward(rounds, agreed)), local(size), Ballot(size)
+    for rank in ranks:
+        rank.agree = rank.executor._agree = agree
+        rank.executor._hook = lambda _event, _round: None
+    ways = [
+        rank.executor.way_back(plan=plan, transport=line, agreed=agreed)
+        for rank, plan, line in zip(ranks, back, lines, strict=True)
+    ]
+    assert everywhere(ranks, lambda rank: ways[rank].run(20)) == [None] * size
+    return agreed
+
+
+@pytest.mark.parametrize("event", ["round_start", "posted", "received", "agreed"])
+@pytest.mark.parametrize("ends", [("fsdp4", "pp2.tp2"), ("pp4", "dp2.fsdp2"), ("fsdp3", "tp4")], ids="-".join)
+def test_tight_fails_in_any_round_and_the_way_back_gives_the_old_bits(ends, event):
+    old, new = (owns(JOB, text) for text in ends)
+    rounds = schedule(JOB, "tight", per_round=12)
+    for failing in range(len(rounds.rounds)):
+        ranks = fail(old, new, rounds, failing, event)
+        for rank in ranks:
+            freed = {g for g, piece in rank.old.items() if piece.storage.nbytes() < piece.nbytes}
+            assert freed == {g for g in rank.executor.journal.handed_over if rank.old.get(g) and rank.old[g].nbytes} - {
+                *rank.plan.adopted
+            }
+        assert go_back(ranks, old, new, rounds) == failing + (event == "agreed")
+        for rank in ranks:
+            assert rank.misplaced(old, rank.old) == []
+            assert rank.pool.held == rank.old_bytes
+
+
+@pytest.mark.parametrize("mode", ["keep", "tight"])
+def test_a_failure_before_the_first_hand_over_leaves_old_pieces_and_no_others(mode):
+    old, new = owns(JOB, "fsdp4"), owns(JOB, "pp2.tp2")
+    ranks = fail(old, new, schedule(JOB, mode), 0, "received")
+    for rank in ranks:
+        rank.executor.abandon()
+        assert rank.misplaced(old, rank.old) == []
+        assert rank.pool.held == rank.old_bytes
+
+
+@pytest.mark.parametrize("ends", [("fsdp4", "fsdp2.tp2"), ("pp2.fsdp2", "tp4"), ("dp4", "fsdp4")])
+def test_memory_stays_within_the_simulated_peak_and_the_staging_bound(ends):
+    old, new = owns(JOB, ends[0]), owns(JOB, ends[1])
+    for mode in ("keep", "tight"):
+        ranks, results = switch(old, new, mode)
+        assert results == [None] * len(ranks)
+        for rank in ranks:
+            bound = exchange.staging_bound(wire.routes(rank.plan, JOB, len(ranks)))
+            assert rank.pool.peak <= simulated_peak(rank, mode) + bound
+            assert rank.pool.peak >= simulated_peak(rank, mode)
+
+
+def simulated_peak(rank, mode):
+    held = peak = rank.old_bytes
+    for number in rank.plan.schedule.rounds:
+        mine = [g for g in number if g not in rank.plan.adopted]
+        held += sum(rank.executor.new[g].nbytes for g in mine if g in rank.executor.new)
+        peak = max(peak, held)
+        if mode == "tight":
+            held -= sum(rank.old[g].nbytes for g in mine if g in rank.old)
+    return peak
+
+
+def test_pieces_that_do_not_fit_are_all_named():
+    old, new = owns(JOB, "fsdp4"), owns(JOB, "tp4")
+    plan = plans(JOB, old, new, 4, schedule(JOB, "keep"))[0]
+    rank = Rank(JOB, old, new, plan, local(4)[0], Ballot(4))
+    one, two = granules(JOB)[0], granules(JOB)[4]
+    rank.old[one] = dataclasses.replace(rank.old[one], box=((0, 1), (0, 1)))
+    rank.old[two] = dataclasses.replace(rank.old[two], tensor=rank.old[two].tensor.double())
+    with pytest.raises(ValueError, match=r"(?s)embedding.weight param: shape.*layers.0.wq param: dtype"):
+        type(rank.executor)(
+            plan=plan,
+            catalogue=JOB,
+            old=rank.old,
+            target=rank.make,
+            transport=local(4)[0],
+            pool=rank.pool,
+            agree=Ballot(4),
+            hook=lambda _event, _round: None,
+        )
