@@ -56,8 +56,9 @@ def default_budget(storage: Storage) -> int:
 def tight_schedule(storage: Storage, budget_bytes: int) -> Schedule:
     """Rounds in an order in which no rank ever holds more than it may.
 
-    That is ``max(old, new) + budget_bytes``: pieces, and :data:`STAGING_BYTES` for the execution. Granules that are adopted everywhere go first. Consecutive granules share a round while their new pieces fit
-    together. The announcer computes this once and sends it: scores are floating point.
+    That is ``max(old, new) + budget_bytes``: pieces, and :data:`STAGING_BYTES` for the execution. Granules that are
+    adopted everywhere go first. Consecutive granules share a round while their new pieces fit together. The announcer
+    computes this once and sends it: scores are floating point.
 
     Args:
         storage: what each granule takes and gives back on each rank.

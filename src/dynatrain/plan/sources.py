@@ -234,20 +234,26 @@ def families(
     """
     _refuse_unplaced(catalogue, old, new)
     meshes = Mesh(old.layout), Mesh(new.layout)
-    found: dict[tuple[tuple[int, ...], Placement, Placement], Family] = {}
+    found: dict[tuple[object, ...], Family] = {}
+
+    def add(item: Item, shape: tuple[int, ...], before: Placement, after: Placement) -> None:
+        key = shape, before.cuts, before.stages, after.cuts, after.stages  # plain tuples hash far faster than values
+        family = found.get(key)
+        if family is None:
+            family = Family(Grid(shape, before, meshes[0]), Grid(shape, after, meshes[1]), ranks_per_node)
+            found[key] = family
+        family.items.append(item)
+
     for index, tensor in enumerate(catalogue):
         before, after = old.placements[tensor.name], new.placements[tensor.name]
-        shaped = tuple(i for i, state in enumerate(tensor.states) if not state.scalar)
-        scalars = tuple(i for i, state in enumerate(tensor.states) if state.scalar)
-        kinds = [(shaped, (tensor.shape, before, after))] if shaped else []
-        # A scalar is held, whole, wherever its tensor lives, also by ranks whose own piece is empty.
-        everywhere = (), Placement((), before.stages), Placement((), after.stages)
-        kinds += [((scalar,), everywhere) for scalar in scalars]
-        for states, key in kinds:
-            if key not in found:
-                shape, one, other = key
-                found[key] = Family(Grid(shape, one, meshes[0]), Grid(shape, other, meshes[1]), ranks_per_node)
-            found[key].items.append(Item(tensor=index, states=states))
+        shaped = tuple(at for at, state in enumerate(tensor.states) if not state.scalar)
+        if shaped:
+            add(Item(tensor=index, states=shaped), tensor.shape, before, after)
+        for at, state in enumerate(tensor.states):
+            if state.scalar:
+                # Held, whole, wherever the tensor lives, also by ranks whose own piece is empty.
+                whole_before, whole_after = Placement((), before.stages), Placement((), after.stages)
+                add(Item(tensor=index, states=(at,)), (), whole_before, whole_after)
     return tuple(found.values())
 
 
