@@ -183,7 +183,7 @@ def _overlapping(rows: Rows, key: Ints) -> Ints:
 def _look_closely(
     catalogue: Catalogue, new: Holdings, written: tuple[Rows, Ints], suspects: Ints, counts: _Counts
 ) -> list[str]:
-    """Counts what is twice and missing in the pieces ``suspects``, and says so; ``written`` is rows and their pieces."""
+    """Counts what is twice and missing in the pieces ``suspects``; ``written`` are rows and the piece of each."""
     rows, key = written
     order = np.argsort(key, kind="stable")
     first, last = (np.searchsorted(key[order], suspects, side) for side in ("left", "right"))

@@ -198,7 +198,7 @@ def _strangers(part: RankPlan) -> tuple[str, ...]:
     """Moves in the wrong list."""
     return shown(
         [
-            f"rank {part.rank} has among its {what} a move from rank {move.src} to rank {move.dst} (tensor {move.tensor})"
+            f"rank {part.rank} has among its {what} a move {move.src} -> {move.dst} (tensor {move.tensor})"
             for what, moves, ends in (
                 ("sends", part.sends, (True, False)),
                 ("receives", part.receives, (False, True)),

@@ -7,7 +7,7 @@ import numpy as np
 
 from dynatrain.judge.coverage import Rows
 from dynatrain.judge.holdings import Holdings, Ints
-from dynatrain.judge.verdict import place, shown
+from dynatrain.judge.verdict import named, place, shown
 from dynatrain.plan.padding import Padded
 from dynatrain.plan.plan import Granule, Move, RankPlan, Schedule
 from dynatrain.space.box import Box
@@ -27,7 +27,7 @@ def incomplete(catalogue: Catalogue, schedule: Schedule) -> tuple[str, ...]:
     times = Counter(granule for granules in schedule.rounds for granule in granules)
     known = all_granules(catalogue)
     wrong = [
-        f"{catalogue[tensor].name}.{catalogue[tensor].states[state].name} is in {times[tensor, state]} rounds, not in one"
+        f"{named(catalogue[tensor], state)} is in {times[tensor, state]} rounds, not in one"
         for tensor, state in known
         if times[tensor, state] != 1
     ]
@@ -65,7 +65,7 @@ def too_large(
             problems.append(
                 f"rank {rank} holds {held[rank]} bytes in round {turn}, {held[rank] - limit[rank]} above its limit "
                 f"max(old, new) + {budget_bytes} = {limit[rank]}; the round's largest new piece there is "
-                f"{catalogue[tensor].name}.{catalogue[tensor].states[state].name}"
+                f"{named(catalogue[tensor], state)}"
             )
         held = held - freed[rows].sum(axis=0)
     return shown(problems, "time(s) that a rank holds too much")
@@ -102,8 +102,8 @@ def stuck(catalogue: Catalogue, parts: Sequence[RankPlan]) -> tuple[str, ...]:
             (tensor, state), box, src, dst = message
             peer = dst if src == part.rank else src
             problems.append(
-                f"{place(catalogue[tensor], state, box, part.rank)} never leaves round {at[i]}: its move from rank {src} "
-                f"to rank {dst} waits for rank {peer} for ever"
+                f"{place(catalogue[tensor], state, box, part.rank)} never leaves round {at[i]}: its move from rank "
+                f"{src} to rank {dst} waits for rank {peer} for ever"
             )
     return shown(problems, "rank(s) that wait for ever")
 
@@ -124,7 +124,7 @@ def unmatched(catalogue: Catalogue, parts: Sequence[RankPlan]) -> tuple[str, ...
     differing = [part.rank for part in parts if part.schedule != parts[0].schedule]
     if differing:
         problems.append(
-            f"ranks {differing} have other rounds than rank {parts[0].rank}: rounds must be equal on all ranks"
+            f"rounds must be equal on all ranks; ranks {differing} have others than rank {parts[0].rank}"
         )
     return shown(problems, "move(s) with one end only")
 

@@ -69,7 +69,12 @@ def shown(problems: list[str], what: str) -> tuple[str, ...]:
     return (*problems[:SHOWN], f"{more} more {what}") if more > 0 else tuple(problems)
 
 
+def named(tensor: Tensor, state: int) -> str:
+    """A granule by its names: ``layers.0.wq.weight.exp_avg``."""
+    return f"{tensor.name}.{tensor.states[state].name}"
+
+
 def place(tensor: Tensor, state: int, box: Box, rank: int) -> str:
     """Where something is wrong: ``layers.0.wq.weight.exp_avg [0:4, 8:16] on rank 3``."""
     bounds = ", ".join(f"{start}:{stop}" for start, stop in box)
-    return f"{tensor.name}.{tensor.states[state].name} [{bounds}] on rank {rank}"
+    return f"{named(tensor, state)} [{bounds}] on rank {rank}"
