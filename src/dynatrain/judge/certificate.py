@@ -1,0 +1,304 @@
+"""The certificate of a switch: what a run claims to have done, written beside it, and checked offline.
+
+``check_certificate`` looks at the record alone - no torch, no run: does it have every field, and does it contradict
+itself? The fields are those of ``switches/NNN/certificate.json``.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from dynatrain.judge.verdict import Coverage
+
+SCHEMA = 1
+"""Version of the record; a reader refuses others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Number of ranks before and after."""
+
+    old: int
+    new: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """Who wanted the switch: verb (``switch``, ``scale``, ...), by (``cli``, ``schedule``, ...), and the request's id."""
+
+    verb: str
+    by: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """Copies that must have equal bits: groups of holders, copies compared within them, copies that differ."""
+
+    groups: int
+    checked: int
+    unequal: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digest:
+    """Full digests of live storage, by kind of state, as 16 hexadecimal digits.
+
+    Attributes:
+        algorithm: its name.
+        before: of the old world's storage.
+        after: of the new world's, computed without knowledge of ``before``; empty where the switch never came so far.
+        equal: the claim that they agree.
+    """
+
+    algorithm: str
+    before: Mapping[str, str]
+    after: Mapping[str, str]
+    equal: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """Bytes of new pieces, over all ranks: from another rank, kept but laid out anew, kept where they lie."""
+
+    moved: int
+    relaid: int
+    adopted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Seconds of each phase on the slowest rank; None for a phase that was not entered."""
+
+    build: float | None = None
+    warm: float | None = None
+    quiesce: float | None = None
+    move: float | None = None
+    check: float | None = None
+    commit: float | None = None
+    stall: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """Most bytes of one rank at one time; ``measured`` is None where nothing was measured."""
+
+    predicted: int
+    measured: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakBytes:
+    """Peaks by rank, on the device and in host memory; empty where no state lies there."""
+
+    device: Mapping[int, Peak]
+    host: Mapping[int, Peak]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """One switch, as recorded. ``from_`` is ``from`` in the record.
+
+    Attributes:
+        schema: :data:`SCHEMA`.
+        run_id: the run.
+        switch: number of the switch in the run, from 1.
+        generation: of the world after it.
+        step: the last step before it.
+        from_: the old layout's text.
+        to: the new layout's text.
+        world: ranks before and after.
+        cause: who wanted it.
+        mode: ``keep`` or ``tight``.
+        outcome: ``committed``, ``aborted`` or ``failed``.
+        plan_hash: as 16 hexadecimal digits.
+        coverage: by kind of state, in bytes.
+        replicas: comparison of copies.
+        digest: before and after.
+        bytes: of the plan; together they are what ``coverage`` says is written.
+        seconds: by phase.
+        lost_seconds: None until enough steps in the new layout are known.
+        floor_seconds: None without a probe.
+        peak_bytes: predicted and measured.
+        transport: what carried the moves (``gloo``, ``nccl``, ...).
+        versions: of ``dynatrain``, ``python`` and ``torch`` at least.
+    """
+
+    schema: int = SCHEMA
+    run_id: str
+    switch: int
+    generation: int
+    step: int
+    from_: str
+    to: str
+    world: World
+    cause: Cause
+    mode: str
+    outcome: str
+    plan_hash: str
+    coverage: Mapping[str, Coverage]
+    replicas: Replicas
+    digest: Digest
+    bytes: Bytes
+    seconds: Seconds
+    lost_seconds: float | None = None
+    floor_seconds: float | None
+    peak_bytes: PeakBytes
+    transport: str
+    versions: Mapping[str, str]
+
+    def to_json(self) -> str:
+        """The record as text, keys in the order of the fields, ending in a newline."""
+        record = {"from" if name == "from_" else name: value for name, value in asdict(self).items()}
+        return json.dumps(record, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Certificate":
+        """The certificate that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: the text is no JSON object, or no record without contradictions: all problems are named.
+        """
+        record = json.loads(text)
+        if problems := check_certificate(record):
+            raise ValueError("not a valid certificate: " + "; ".join(problems))
+        peaks = {
+            where: {int(rank): Peak(**peak) for rank, peak in ranks.items()}
+            for where, ranks in record["peak_bytes"].items()
+        }
+        values = record | {
+            "world": World(**record["world"]),
+            "cause": Cause(**record["cause"]),
+            "coverage": {kind: Coverage(**counts) for kind, counts in record["coverage"].items()},
+            "replicas": Replicas(**record["replicas"]),
+            "digest": Digest(**record["digest"]),
+            "bytes": Bytes(**record["bytes"]),
+            "seconds": Seconds(**record["seconds"]),
+            "peak_bytes": PeakBytes(**peaks),
+            "from_": record["from"],
+        }
+        del values["from"]
+        return cls(**values)
+
+
+def check_certificate(record: object) -> tuple[str, ...]:
+    """What is wrong with a certificate as read from JSON; empty where nothing is."""
+    problems = _shape("certificate", record, _CERTIFICATE)
+    if problems or not isinstance(record, Mapping):
+        return problems
+    return (*_contradictions(record), *(_unproven(record) if record["outcome"] == "committed" else ()))
+
+
+_Rule = Callable[[object], bool] | Mapping[str, Any]
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _seconds(value: object) -> bool:
+    return value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    )
+
+
+def _hex(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 16 and set(value) <= set("0123456789abcdef")
+
+
+_PEAK = {"predicted": _count, "measured": lambda value: value is None or _count(value)}
+_ANY = "*"
+_CERTIFICATE: Mapping[str, _Rule] = {
+    "schema": lambda value: value == SCHEMA,
+    "run_id": _text,
+    "switch": _count,
+    "generation": _count,
+    "step": _count,
+    "from": _text,
+    "to": _text,
+    "world": {"old": _count, "new": _count},
+    "cause": {"verb": _text, "by": _text, "request_id": lambda value: isinstance(value, str)},
+    "mode": lambda value: value in {"keep", "tight"},
+    "outcome": lambda value: value in {"committed", "aborted", "failed"},
+    "plan_hash": _hex,
+    "coverage": {_ANY: dict.fromkeys((one.name for one in fields(Coverage)), _count)},
+    "replicas": {"groups": _count, "checked": _count, "unequal": _count},
+    "digest": {
+        "algorithm": _text,
+        "before": {_ANY: _hex},
+        "after": {_ANY: _hex},
+        "equal": lambda value: isinstance(value, bool),
+    },
+    "bytes": {"moved": _count, "relaid": _count, "adopted": _count},
+    "seconds": dict.fromkeys((one.name for one in fields(Seconds)), _seconds),
+    "lost_seconds": _seconds,
+    "floor_seconds": _seconds,
+    "peak_bytes": {"device": {_ANY: _PEAK}, "host": {_ANY: _PEAK}},
+    "transport": _text,
+    "versions": {_ANY: _text},
+}
+
+
+def _shape(where: str, value: object, rule: _Rule) -> tuple[str, ...]:
+    """Problems of ``value`` under ``rule``: a test of it, or rules of its keys (``*`` for any key)."""
+    if callable(rule):
+        return () if rule(value) else (f"{where} is {value!r}, which is not allowed there",)
+    if not isinstance(value, Mapping):
+        return (f"{where} is {value!r}, not an object",)
+    if _ANY in rule:
+        return tuple(problem for key in value for problem in _shape(f"{where}.{key}", value[key], rule[_ANY]))
+    return (
+        *(f"{where} lacks {key!r}" for key in rule if key not in value),
+        *(f"{where} has an unknown key {key!r}" for key in value if key not in rule),
+        *(problem for key in rule if key in value for problem in _shape(f"{where}.{key}", value[key], rule[key])),
+    )
+
+
+def _contradictions(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """What cannot be true of any switch."""
+    problems = []
+    for kind, count in record["coverage"].items():
+        if count["expected"] + count["twice"] != count["written"] + count["missing"]:
+            problems.append(f"coverage.{kind}: expected + twice is not written + missing: {count}")
+    written, parts = sum(count["written"] for count in record["coverage"].values()), record["bytes"]
+    if sum(parts.values()) != written:
+        problems.append(f"bytes {parts} add up to {sum(parts.values())}, but coverage says {written} are written")
+    digest = record["digest"]
+    really = bool(digest["before"]) and digest["before"] == digest["after"]
+    if digest["equal"] != really:
+        problems.append(f"digest.equal is {digest['equal']}, but before and after are {'' if really else 'not '}equal")
+    if record["replicas"]["unequal"] > record["replicas"]["checked"]:
+        problems.append(f"replicas: more are unequal than were checked: {record['replicas']}")
+    world = range(max(record["world"].values()))
+    for place in ("device", "host"):
+        strangers = [rank for rank in record["peak_bytes"][place] if rank not in {str(i) for i in world}]
+        if strangers:
+            problems.append(f"peak_bytes.{place} has ranks {strangers} outside a world of {len(world)}")
+    missing = [name for name in ("dynatrain", "python", "torch") if name not in record["versions"]]
+    if missing:
+        problems.append(f"versions lacks {missing}")
+    return tuple(problems)
+
+
+def _unproven(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a committed switch must show and this record does not."""
+    problems = []
+    if not record["coverage"]:
+        problems.append("committed, but coverage names no state")
+    for kind, count in record["coverage"].items():
+        if count["expected"] != count["written"] or count["twice"] or count["missing"]:
+            problems.append(f"committed, but {kind} is not covered exactly once: {count}")
+    if uncovered := sorted(set(record["digest"]["before"]) ^ set(record["coverage"])):
+        problems.append(f"committed, but {uncovered} are in only one of coverage and digest")
+    if not record["digest"]["equal"]:
+        problems.append("committed, but the digests before and after are not equal")
+    if record["replicas"]["unequal"]:
+        problems.append(f"committed, but {record['replicas']['unequal']} replicas are unequal")
+    if unknown := [phase for phase, value in record["seconds"].items() if value is None]:
+        problems.append(f"committed, but the phases {unknown} have no seconds")
+    return tuple(problems)

@@ -1,0 +1,271 @@
+"""Which holder sends: one closed rule of (tensor, source cell, target rank), equal on every rank.
+
+Under one ownership the pieces of a tensor form a *grid*: the tensor, cut per ``(axis, dim)`` in order into ceil-sized
+chunks. A *cell* is one box of the grid, named by its index along each cut; its holders are its copies over the axes
+that do not cut the tensor and over the stages that hold it. Everything here follows from dividing by chunk sizes: the
+cells that meet a box are found without looking at any rank, and a rank's cell without looking at any other.
+
+The rule, for a target rank that needs a part of a source cell:
+
+1. the target itself, if it holds the cell;
+2. else a holder on the target's node, if there is one;
+3. else any holder.
+
+Among several, they take turns. The turn is the target's number among those that need the cell, plus the tensor's number
+among the tensors that lie alike (its *family*): so the replicas of a cell share its targets, and where a cell has fewer
+targets than replicas they share the tensors.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dynatrain.layout.layout import Layout
+from dynatrain.plan.errors import PlanError
+from dynatrain.plan.plan import Granule
+from dynatrain.space.box import Box, chunk, intersect, volume, whole
+from dynatrain.space.ownership import Ownership, Placement
+from dynatrain.space.tensor import Catalogue
+
+Cell = tuple[int, ...]
+"""Index along each cut of a grid; ``()`` where nothing cuts the tensor."""
+
+
+class Mesh:
+    """The ranks of a layout as places of its row-major walk, both ways by lookup."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.size = layout.world_size
+        self.axes = {axis: layout.size(axis) for axis in ("pp", "dp", "fsdp", "tp")}
+        self.strides = layout.strides()
+        self.ranks = layout.order or range(self.size)
+        self._places = {rank: place for place, rank in enumerate(layout.order)}
+
+    def place(self, rank: int) -> int:
+        """Place of ``rank`` in the walk."""
+        return self._places[rank] if self._places else rank
+
+    def along(self, axis: str, place: int) -> int:
+        """Index along ``axis`` at ``place``."""
+        size = self.axes[axis]
+        return place // self.strides[axis] % size if size > 1 else 0
+
+
+class Grid:
+    """The cells of one family of tensors under one ownership, and who holds them."""
+
+    def __init__(self, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> None:
+        self._shape = shape
+        self._mesh = mesh
+        self._stages = frozenset(placement.stages)
+        self._cuts = tuple((axis, dim, mesh.axes[axis]) for axis, dim in placement.cuts)
+        cut = {axis for axis, _ in placement.cuts}
+        offsets = [stage * mesh.strides["pp"] for stage in placement.stages]
+        for axis in ("dp", "fsdp", "tp"):
+            if axis not in cut:
+                offsets = [at + i * mesh.strides[axis] for at in offsets for i in range(mesh.axes[axis])]
+        self._offsets = offsets
+        self._copies = {offset: copy for copy, offset in enumerate(offsets)}
+        self._owners: dict[Cell, tuple[int, ...]] = {}
+
+    def cell_of(self, rank: int) -> Cell | None:
+        """The cell that ``rank`` holds (perhaps of no elements); None outside the tensor's stages and the world."""
+        if rank >= self._mesh.size:
+            return None
+        place = self._mesh.place(rank)
+        if self._mesh.along("pp", place) not in self._stages:
+            return None
+        return tuple(self._mesh.along(axis, place) for axis, _, _ in self._cuts)
+
+    def box(self, cell: Cell) -> Box:
+        """The box of ``cell`` in the tensor; empty for a trailing cell that got nothing."""
+        box = list(whole(self._shape))
+        for (_, dim, ways), index in zip(self._cuts, cell, strict=True):
+            box[dim] = chunk(*box[dim], ways, index)
+        return tuple(box)
+
+    def _base(self, cell: Cell) -> int:
+        strides = self._mesh.strides
+        return sum(strides[axis] * index for (axis, _, _), index in zip(self._cuts, cell, strict=True))
+
+    def owners(self, cell: Cell) -> tuple[int, ...]:
+        """The ranks that hold ``cell``, by copy number."""
+        found = self._owners.get(cell)
+        if found is None:
+            base, ranks = self._base(cell), self._mesh.ranks
+            found = self._owners[cell] = tuple(ranks[base + offset] for offset in self._offsets)
+        return found
+
+    def copy_of(self, rank: int, cell: Cell) -> int:
+        """Which copy of ``cell`` its holder ``rank`` has."""
+        return self._copies[self._mesh.place(rank) - self._base(cell)]
+
+    def cells(self) -> Iterator[Cell]:
+        """All cells that have elements."""
+        for cell, _ in self.meeting(whole(self._shape)):
+            yield cell
+
+    def meeting(self, box: Box) -> list[tuple[Cell, Box]]:
+        """The cells that share elements with ``box``, and the shared boxes; by division of the bounds of ``box``."""
+        if not volume(box):
+            return []
+        found: list[tuple[Cell, Box]] = [((), whole(self._shape))]
+        for _, dim, ways in self._cuts:
+            start, stop = box[dim]
+            deeper: list[tuple[Cell, Box]] = []
+            for cell, outer in found:
+                low, high = outer[dim]
+                size = -(-(high - low) // ways)
+                first = (max(start, low) - low) // size
+                last = -(-(min(stop, high) - low) // size)
+                for index in range(first, last):
+                    part = chunk(low, high, ways, index)
+                    deeper.append(((*cell, index), (*outer[:dim], part, *outer[dim + 1 :])))
+            found = deeper
+        return [(cell, common) for cell, outer in found if (common := intersect(outer, box)) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A box that a target needs out of one source cell, and who may send it.
+
+    Attributes:
+        box: in the coordinates of the logical tensor; never empty.
+        cell: the source cell.
+        sources: the ranks that take turns; the target alone where it holds the cell.
+        turn: whose turn it is for the family's first tensor; the next tensor has the next turn.
+    """
+
+    box: Box
+    cell: Cell
+    sources: tuple[int, ...]
+    turn: int
+
+    def source(self, number: int) -> int:
+        """The rank that sends this box of the family's tensor ``number``."""
+        return self.sources[(number + self.turn) % len(self.sources)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """States of one tensor that travel in the same boxes: all that have its shape, or one scalar."""
+
+    tensor: int
+    states: tuple[int, ...]
+
+    @property
+    def granules(self) -> tuple[Granule, ...]:
+        """The same, one granule per state."""
+        return tuple((self.tensor, state) for state in self.states)
+
+
+class Family:
+    """Items that lie alike, before and after: equal shape, equal placements. They differ by whose turn it is."""
+
+    def __init__(self, old: Grid, new: Grid, ranks_per_node: int | None) -> None:
+        self.old = old
+        self.new = new
+        self.items: list[Item] = []
+        self._ranks_per_node = ranks_per_node
+        self._needs: dict[Cell, list[tuple[Cell, Box]]] = {}
+        self._positions: dict[Cell, dict[Cell, int]] = {}
+
+    def keeps(self, target: int) -> bool:
+        """Whether ``target`` owns the same box, not an empty one, before and after."""
+        before, after = self.old.cell_of(target), self.new.cell_of(target)
+        if before is None or after is None:
+            return False
+        box = self.new.box(after)
+        return volume(box) > 0 and self.old.box(before) == box
+
+    def incoming(self, target: int) -> Iterator[Cut]:
+        """What ``target`` needs, one cut per source cell; together they are its new piece exactly."""
+        cell = self.new.cell_of(target)
+        if cell is None:
+            return
+        if cell not in self._needs:
+            self._needs[cell] = self.old.meeting(self.new.box(cell))
+        for source_cell, box in self._needs[cell]:
+            yield self._cut(source_cell, box, target, cell)
+
+    def outgoing(self, source: int) -> Iterator[tuple[int, Cut]]:
+        """What other ranks need out of the cell of ``source``: ``(target, cut)``, where ``source`` has a turn."""
+        cell = self.old.cell_of(source)
+        if cell is None:
+            return
+        for target_cell, box in self.new.meeting(self.old.box(cell)):
+            for target in self.new.owners(target_cell):
+                if self.old.cell_of(target) != cell:
+                    cut = self._cut(cell, box, target, target_cell)
+                    if source in cut.sources:
+                        yield target, cut
+
+    def _cut(self, cell: Cell, box: Box, target: int, target_cell: Cell) -> Cut:
+        if self.old.cell_of(target) == cell:
+            return Cut(box, cell, (target,), 0)
+        sources = self.old.owners(cell)
+        if self._ranks_per_node is not None:
+            node = target // self._ranks_per_node
+            sources = tuple(rank for rank in sources if rank // self._ranks_per_node == node) or sources
+        turn = self._turn(cell, target, target_cell) if len(sources) > 1 else 0
+        return Cut(box, cell, sources, turn)
+
+    def _turn(self, cell: Cell, target: int, target_cell: Cell) -> int:
+        """Number of ``target`` among all ranks whose new piece meets ``cell``."""
+        positions = self._positions.get(cell)
+        if positions is None:
+            meeting = self.new.meeting(self.old.box(cell))
+            positions = self._positions[cell] = {found: i for i, (found, _) in enumerate(meeting)}
+        return self.new.copy_of(target, target_cell) * len(positions) + positions[target_cell]
+
+
+def families(
+    catalogue: Catalogue, old: Ownership, new: Ownership, *, ranks_per_node: int | None = None
+) -> tuple[Family, ...]:
+    """All items of ``catalogue``, by family, in catalogue order.
+
+    Args:
+        catalogue: the tensors.
+        old: the ownership that has the state.
+        new: the ownership that needs it.
+        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; None puts all ranks on one node.
+
+    Raises:
+        PlanError: tensors without a placement before or after: all of them, by name.
+    """
+    _refuse_unplaced(catalogue, old, new)
+    meshes = Mesh(old.layout), Mesh(new.layout)
+    found: dict[tuple[object, ...], Family] = {}
+
+    def add(item: Item, shape: tuple[int, ...], before: Placement, after: Placement) -> None:
+        key = shape, before.cuts, before.stages, after.cuts, after.stages  # plain tuples hash far faster than values
+        family = found.get(key)
+        if family is None:
+            family = Family(Grid(shape, before, meshes[0]), Grid(shape, after, meshes[1]), ranks_per_node)
+            found[key] = family
+        family.items.append(item)
+
+    for index, tensor in enumerate(catalogue):
+        before, after = old.placements[tensor.name], new.placements[tensor.name]
+        shaped = tuple(at for at, state in enumerate(tensor.states) if not state.scalar)
+        if shaped:
+            add(Item(tensor=index, states=shaped), tensor.shape, before, after)
+        for at, state in enumerate(tensor.states):
+            if state.scalar:
+                # Held, whole, wherever the tensor lives, also by ranks whose own piece is empty.
+                whole_before, whole_after = Placement((), before.stages), Placement((), after.stages)
+                add(Item(tensor=index, states=(at,)), (), whole_before, whole_after)
+    return tuple(found.values())
+
+
+def _refuse_unplaced(catalogue: Catalogue, old: Ownership, new: Ownership) -> None:
+    problems = [
+        f"{len(names)} tensor(s) have no owner in the {side} layout: {', '.join(names)}"
+        for side, ownership in (("old", old), ("new", new))
+        if (names := [tensor.name for tensor in catalogue if tensor.name not in ownership.placements])
+    ]
+    if problems:
+        raise PlanError(
+            "; ".join(problems)
+            + ". Every tensor of the catalogue needs a placement before and after: a state that nobody sends or nobody "
+            "takes would be silently fresh. Name it in both ownerships or take it out of the catalogue."
+        )

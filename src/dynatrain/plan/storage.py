@@ -1,0 +1,171 @@
+"""How many bytes each rank's pieces take, per granule, as columns over all ranks."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dynatrain.layout.layout import Layout
+from dynatrain.plan.build import Adoptable, always
+from dynatrain.plan.padding import Padded, fsdp_pads
+from dynatrain.plan.table import Ints
+from dynatrain.space.ownership import Ownership, Placement
+from dynatrain.space.tensor import ITEMSIZE, Catalogue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pieces:
+    """The pieces of one shape under one placement, a row per rank.
+
+    Attributes:
+        low: first index along each dim, (ranks, dims).
+        high: one past the last, (ranks, dims).
+        room: rows that padded storage has along each dim, (ranks, dims).
+        held: whether the rank is in the world and in one of the tensor's stages.
+    """
+
+    low: Ints
+    high: Ints
+    room: Ints
+    held: npt.NDArray[np.bool_]
+
+    def elements(self, *, padded: bool) -> Ints:
+        """Elements of storage per rank."""
+        sizes = self.room if padded else self.high - self.low
+        return np.where(self.held, sizes.prod(axis=1), 0)
+
+
+class PieceTable:
+    """Pieces of all ranks under one ownership, computed once per (shape, placement)."""
+
+    def __init__(self, ownership: Ownership, ranks: int) -> None:
+        self._at = _coordinates(ownership.layout, ranks)
+        self._layout = ownership.layout
+        self._found: dict[tuple[tuple[int, ...], Placement], Pieces] = {}
+
+    def pieces(self, shape: tuple[int, ...], placement: Placement) -> Pieces:
+        """The pieces of a tensor of ``shape`` that lies as ``placement`` says."""
+        key = shape, placement
+        if key not in self._found:
+            self._found[key] = self._pieces(shape, placement)
+        return self._found[key]
+
+    def _pieces(self, shape: tuple[int, ...], placement: Placement) -> Pieces:
+        ranks = len(self._at["pp"])
+        low = np.zeros((ranks, len(shape)), np.int64)
+        high = np.broadcast_to(np.array(shape, np.int64), low.shape).copy()
+        room = high.copy()
+        for axis, dim in placement.cuts:
+            size = -(-(high[:, dim] - low[:, dim]) // self._layout.size(axis))
+            first = np.minimum(low[:, dim] + self._at[axis] * size, high[:, dim])
+            low[:, dim], high[:, dim] = first, np.minimum(first + size, high[:, dim])
+            room[:, dim] = size if axis == "fsdp" else high[:, dim] - first
+        return Pieces(low=low, high=high, room=room, held=np.isin(self._at["pp"], placement.stages))
+
+
+def _coordinates(layout: Layout, ranks: int) -> dict[str, Ints]:
+    """Index of every rank along every axis; -1 along pp for ranks outside the world."""
+    place = np.arange(ranks)
+    if layout.order:
+        place[np.array(layout.order)] = np.arange(layout.world_size)
+    strides = layout.strides()
+    at = {axis: place // max(stride, 1) % layout.size(axis) for axis, stride in strides.items()}
+    at["pp"] = np.where(np.arange(ranks) < layout.world_size, at["pp"], -1)
+    return at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Storage:
+    """What each granule takes and gives up on each rank, in bytes.
+
+    Granules that lie alike share a *kind*, a column of bytes per rank.
+
+    Attributes:
+        granules: ``(tensor, state)`` of the whole catalogue, in catalogue order.
+        kind: row of ``taken`` and ``freed``, one per granule.
+        taken: storage that the new piece needs, 0 where it is adopted, (kinds, ranks).
+        freed: storage that the old piece gives back, 0 where it is adopted, (kinds, ranks).
+        adopted: storage that serves before and after, (kinds, ranks).
+    """
+
+    granules: tuple[tuple[int, int], ...]
+    kind: Ints
+    taken: Ints
+    freed: Ints
+    adopted: Ints
+
+    def total(self, column: Ints) -> Ints:
+        """Bytes per rank of one of the columns, over all granules."""
+        return np.asarray(np.bincount(self.kind, minlength=len(column)) @ column, np.int64)
+
+    @property
+    def old(self) -> Ints:
+        """Bytes that each rank holds before."""
+        return self.total(self.freed + self.adopted)
+
+    @property
+    def new(self) -> Ints:
+        """Bytes that each rank holds after."""
+        return self.total(self.taken + self.adopted)
+
+
+def storage(
+    catalogue: Catalogue,
+    old: Ownership,
+    new: Ownership,
+    *,
+    padded: Padded = fsdp_pads,
+    adoptable: Adoptable = always,
+) -> Storage:
+    """The bytes of every granule on every rank of either world.
+
+    Args:
+        catalogue: the tensors; each has a placement before and after.
+        old: the ownership that has the state.
+        new: the ownership that needs it.
+        padded: which states have padded storage.
+        adoptable: the veto that the builder is given.
+    """
+    ranks = max(old.layout.world_size, new.layout.world_size)
+    before, after = PieceTable(old, ranks), PieceTable(new, ranks)
+    kinds: dict[tuple[object, ...], int] = {}
+    columns: list[tuple[Ints, Ints, Ints]] = []
+    granules, kind = [], []
+    for index, tensor in enumerate(catalogue):
+        placements = old.placements[tensor.name], new.placements[tensor.name]
+        may_adopt = adoptable(index)
+        for at, state in enumerate(tensor.states):
+            shape = tensor.state_shape(state)
+            one, other = (Placement((), p.stages) for p in placements) if state.scalar else placements
+            key = shape, one, other, ITEMSIZE[state.dtype], padded(tensor, state), may_adopt
+            if key not in kinds:
+                kinds[key] = len(kinds)
+                columns.append(_column(before.pieces(shape, one), after.pieces(shape, other), *key[3:]))
+            granules.append((index, at))
+            kind.append(kinds[key])
+    taken, freed, adopted = (np.stack(part) for part in zip(*columns, strict=True))
+    return Storage(granules=tuple(granules), kind=np.array(kind), taken=taken, freed=freed, adopted=adopted)
+
+
+def _column(old: Pieces, new: Pieces, itemsize: int, padded: bool, may_adopt: bool) -> tuple[Ints, Ints, Ints]:
+    equal = (old.low == new.low).all(axis=1) & (old.high == new.high).all(axis=1) & old.held & new.held
+    kept = equal & (new.elements(padded=False) > 0) & may_adopt
+    freed, taken = (itemsize * pieces.elements(padded=padded) for pieces in (old, new))
+    return np.where(kept, 0, taken), np.where(kept, 0, freed), np.where(kept, freed, 0)
+
+
+def alike(catalogue: Catalogue, old: Ownership, new: Ownership, *, padded: Padded = fsdp_pads) -> Adoptable:
+    """The veto on adoption that padding asks for: equal boxes of a tensor must have equally many padded rows."""
+    ranks = max(old.layout.world_size, new.layout.world_size)
+    before, after = PieceTable(old, ranks), PieceTable(new, ranks)
+
+    def same(index: int) -> bool:
+        tensor = catalogue[index]
+        if not any(padded(tensor, state) for state in tensor.states):
+            return True
+        one = before.pieces(tensor.shape, old.placements[tensor.name])
+        other = after.pieces(tensor.shape, new.placements[tensor.name])
+        equal = (one.low == other.low).all(axis=1) & (one.high == other.high).all(axis=1) & one.held & other.held
+        return bool((one.room == other.room)[equal].all())
+
+    return same
