@@ -1,0 +1,135 @@
+"""The plan of one switch as one rank needs it: its own part, judged, with the numbers that the certificate tells."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dynatrain.judge.judge import judge_rank, judge_whole
+from dynatrain.judge.verdict import Coverage
+from dynatrain.plan.build import rank_plan, whole_plan
+from dynatrain.plan.errors import PlanError
+from dynatrain.plan.hashes import received_hash, sent_hash
+from dynatrain.plan.plan import RankPlan, Schedule
+from dynatrain.plan.schedule import default_budget, keep_schedule, predicted_peak, tight_schedule
+from dynatrain.plan.storage import Storage, alike, storage
+from dynatrain.plan.summary import PlanSummary, summarise
+from dynatrain.space.ownership import Ownership
+from dynatrain.train.agreement import SwitchAbortedError, exchange
+from dynatrain.train.party import Party
+from dynatrain.train.world import World
+
+ROUND_BYTES = 1 << 28
+"""Bytes of whole tensors that travel in one round of ``keep``; what it bounds is staging memory."""
+
+FITS = 0.8
+"""Part of the free memory that ``auto`` may fill in ``keep``: the next step needs the rest."""
+
+MODULUS = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A judged plan.
+
+    Attributes:
+        part: this rank's moves and the rounds.
+        plan_hash: agreed by senders and receivers of all ranks.
+        peak: predicted bytes of pieces by rank.
+        coverage: by kind of state, over all ranks; on rank 0, empty elsewhere.
+        summary: bytes by rank and the floor; on rank 0, None elsewhere.
+    """
+
+    part: RankPlan
+    plan_hash: int
+    peak: tuple[int, ...]
+    coverage: Mapping[str, Coverage]
+    summary: PlanSummary | None
+
+
+def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Blueprint:
+    """Plan the switch, judge it, and agree with all ranks that both ends of every move are planned alike.
+
+    Raises:
+        PlanError: no order of hand-overs fits.
+        SwitchAbortedError: the judge refuses, or the ranks' plans differ.
+    """
+    assert old.ownership is not None
+    assert new.ownership is not None
+    catalogue, before, after = old.catalogue, old.ownership, new.ownership
+    adoptable = may_adopt(old, after)
+    table = storage(catalogue, before, after, adoptable=adoptable)
+    free = exchange(
+        party.board, f"{topic}/memory", party.rank, payload=free_bytes(party.device), timeout=party.deadline
+    ).in_order()
+    schedule, budget = choose(party, mode, old, table, free)
+    part = rank_plan(
+        catalogue, before, after, party.rank, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable
+    )
+    verdict = judge_rank(catalogue, before, after, part, budget_bytes=budget)
+    problems, coverage, summary = list(verdict.problems), verdict.coverage, None
+    if party.rank == 0:
+        whole = whole_plan(
+            catalogue, before, after, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable
+        )
+        all_ranks = judge_whole(catalogue, before, after, whole, budget_bytes=budget)
+        problems += all_ranks.problems
+        coverage = all_ranks.coverage
+        summary = summarise(catalogue, before, after, whole, table, ranks_per_node=party.ranks_per_node)
+    hashes = exchange(
+        party.board,
+        topic,
+        party.rank,
+        payload=[sent_hash(catalogue, part), received_hash(catalogue, part)],
+        error="the judge refuses the plan: " + "; ".join(problems) if problems else "",
+        timeout=party.deadline,
+    ).in_order()
+    sent, received = (sum(column) % MODULUS for column in zip(*hashes, strict=True))
+    if sent != received:
+        raise SwitchAbortedError(f"senders planned {sent:016x}, receivers {received:016x}: the ranks' plans differ")
+    return Blueprint(part, sent, tuple(predicted_peak(table, schedule).tolist()), coverage, summary)
+
+
+def may_adopt(old: World, after: Ownership) -> Callable[[int], bool]:
+    """Whether an unchanged piece of a tensor may keep its storage.
+
+    Not where padding differs; and not where a registered object holds state of the tensor: after an aborted check the
+    user's loop has updated that object once, and the old storage must not have seen it.
+    """
+    assert old.ownership is not None
+    equal = alike(old.catalogue, old.ownership, after)
+
+    def of_object(index: int) -> bool:
+        return any(state.name.partition(".")[0] in old.objects for state in old.catalogue[index].states)
+
+    return lambda index: equal(index) and not of_object(index)
+
+
+def choose(party: Party, mode: str, old: World, table: Storage, free: list[int]) -> tuple[Schedule, int | None]:
+    """The rounds, and in ``tight`` the budget: ``keep`` where it fits every machine's free memory, if left to choose.
+
+    Args:
+        party: this rank.
+        mode: ``keep``, ``tight`` or ``auto``.
+        old: the world that trains.
+        table: bytes of every granule on every rank.
+        free: free bytes that each rank sees.
+    """
+    keep = keep_schedule(old.catalogue, ROUND_BYTES)
+    extra = predicted_peak(table, keep) - table.old
+    sharing = party.ranks_per_node or party.world_size
+    if mode == "keep" or (mode == "auto" and all(extra[rank] * sharing < FITS * free[rank] for rank in party.everyone)):
+        return keep, None
+    budget = party.budget or default_budget(table)
+    return tight_schedule(table, budget), budget
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that new state could take: of the device, or of the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise PlanError("/proc/meminfo does not say how much memory is available; name the mode: keep or tight")

@@ -1,0 +1,384 @@
+"""``Switcher``: a training loop whose layout can change at every step edge.
+
+    sw = Switcher(build, layout="fsdp4", state={"ema": ema, "sched": make_sched})
+    for step in sw.steps(until=1000):
+        loss = train_step(sw.model, sw.optimizer, batch(step))
+
+The loop asks ``sw`` for its handles in each step; what it kept from before a switch raises, with its name. The built-in
+trainer is an ordinary user of this class.
+"""
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dynatrain.cluster.board import Board
+from dynatrain.execute.pieces import Pool
+from dynatrain.layout.form import LayoutError
+from dynatrain.layout.layout import Layout
+from dynatrain.layout.text import parse_layout, print_layout
+from dynatrain.train.agreement import SwitchAbortedError
+from dynatrain.train.attempt import Attempt, Order
+from dynatrain.train.groups import GroupPool
+from dynatrain.train.install import make_world, survey
+from dynatrain.train.names import NameRule, strip_wrappers
+from dynatrain.train.party import Party
+from dynatrain.train.record import Recorder
+from dynatrain.train.states import create_optimizer_state
+from dynatrain.train.torch_private import default_store
+from dynatrain.train.world import Build, World
+
+LEAD_STEPS = 2
+"""A scheduled switch is announced that many steps before its step, so that it is built beside training."""
+
+Initial = Callable[[World, Pool], None]
+"""Fills a first world that ``build`` made on meta: gives every tensor of it its storage and values."""
+
+
+class Switcher:
+    """Holds one training job's model and optimizer, and changes their layout while it trains.
+
+    Needs an initialised default process group (torchrun, or dynatrain's own agent).
+
+    Args:
+        build: see :data:`dynatrain.train.world.Build`.
+        layout: first layout, as text; its product is the world size.
+        state: what else belongs to the job, by label: objects with ``state_dict`` and ``load_state_dict``, and
+            factories ``optimizer -> scheduler`` for what hangs on an optimizer.
+        initial: where the first build is on meta; None where the first ``build`` makes real tensors.
+        names: rule of canonical names; needed where one tensor has different paths in different parts.
+        mode: ``keep``, ``tight``, or ``auto`` (keep where it fits).
+        deadline: seconds that each phase of a switch may take.
+        budget: bytes above max(old, new) in ``tight``; 0 for the least that suffices.
+        schedule: ``{step: layout}``: first step in that layout.
+        board: where ranks agree; made over the default group's store where it is None.
+        store: for process groups; likewise.
+        recorder: writes events and certificates; None writes nothing.
+        **more: further attributes of :class:`dynatrain.train.party.Party`.
+
+    Raises:
+        LayoutError: the text is no layout, or not of this world size.
+        UnplacedTensorError, UnknownStateError: what could not be switched, all of it, by name.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        *,
+        layout: str,
+        state: Mapping[str, Any] | None = None,
+        initial: Initial | None = None,
+        names: NameRule = strip_wrappers,
+        mode: str = "auto",
+        deadline: float = 60.0,
+        budget: int = 0,
+        schedule: Mapping[int, str] | None = None,
+        board: Board | None = None,
+        store: dist.Store | None = None,
+        recorder: Recorder | None = None,
+        device: torch.device | None = None,
+        **more: Any,
+    ) -> None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        device = device or torch.device("cpu")
+        groups = GroupPool(
+            store or dist.PrefixStore("dynatrain/groups", default_store()),
+            rank=rank,
+            generation=0,
+            backend="nccl" if device.type == "cuda" else "gloo",
+            timeout_seconds=1800.0,
+        )
+        given = dict(state or {})
+        factories = {label: thing for label, thing in given.items() if not hasattr(thing, "state_dict")}
+        self._party = Party(
+            rank=rank,
+            world_size=world_size,
+            board=board or Board(dist.PrefixStore("dynatrain/board", default_store()), world_size),
+            groups=groups,
+            memory=Pool(device, touch=True),
+            device=device,
+            build=build,
+            names=names,
+            factories=factories,
+            deadline=deadline,
+            budget=budget,
+            **more,
+        )
+        self._mode = mode
+        self._schedule = dict(schedule or {})
+        self._recorder = recorder
+        self._asked: list[Order] = []
+        self._attempt: Attempt | None = None
+        self._settling = False
+        self._undo = False
+        self._edge = -1
+        self._turn = 1
+        self._seen = 0
+        self._told_ready = False
+        self._stepped = False
+        self._step_ended = time.perf_counter()
+        self.step = 0
+        self.stopped = False
+        self._world = self._first_world(_whole_world(layout, world_size), given, initial)
+        self._wrap_optimizer(self._world)
+
+    # The handles.
+
+    @property
+    def model(self) -> Any:
+        """This rank's module in the present layout (a list where ``build`` returned several)."""
+        return self._world.parts[0] if len(self._world.parts) == 1 else self._world.parts
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """This rank's modules in the present layout."""
+        return self._world.parts
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the present layout."""
+        return self._world.optimizer
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The registered objects; factories' products are those of the present layout."""
+        return self._world.objects
+
+    @property
+    def layout(self) -> Layout:
+        """The present layout."""
+        return self._world.layout
+
+    @property
+    def world(self) -> World:
+        """All that the present layout has bound."""
+        return self._world
+
+    # The loop.
+
+    def steps(self, until: int) -> Iterator[int]:
+        """Step numbers from the present one to ``until - 1``; requests are taken at each edge.
+
+        A step whose switch was aborted at its commit is given out a second time, in the old layout.
+        """
+        while self.step < until:
+            self._at_edge()
+            if self.stopped:
+                return
+            self._stepped = False
+            yield self.step
+            if self._settling:
+                self._settle()
+            if not self._undo:
+                self.step += 1
+            self._step_ended = time.perf_counter()
+            if self._recorder:
+                self._recorder.step_ended(self._step_ended)
+
+    def request(self, layout: str, *, mode: str = "", at: int = -1, by: str = "program") -> None:
+        """Ask for a layout, from the loop. All ranks may call; rank 0's word counts."""
+        self._asked.append(Order(number=0, layout=layout, mode=mode or self._mode, at=at, by=by))
+
+    def _first_world(self, layout: Layout, given: Mapping[str, Any], initial: Initial | None) -> World:
+        world = make_world(self._party, layout, on_meta=initial is not None)
+        if initial is not None:
+            initial(world, self._party.memory)
+        create_optimizer_state(world.optimizer)
+        for label, thing in given.items():
+            world.objects[label] = thing(world.optimizer) if label in self._party.factories else thing
+        survey(self._party, world, "survey")
+        for piece in world.pieces(self._party.rank, self._party.device).values():
+            self._party.memory.hold(piece)
+        return world
+
+    def _wrap_optimizer(self, world: World) -> None:
+        """The first step after a switch decides it; where it is taken back, that step does nothing."""
+        original = world.optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if self._settling:
+                self._settle()
+            if self._undo:
+                return None
+            self._stepped = True
+            return original(*args, **kwargs)
+
+        world.optimizer.step = step  # type: ignore[method-assign]
+
+    # The step edge.
+
+    def _at_edge(self) -> None:
+        self._edge += 1
+        if self._undo:
+            self._take_back()
+        if self._attempt is None:
+            self._take_turn()
+        if self._attempt is not None:
+            self._advance(self._attempt)
+
+    def _take_turn(self) -> None:
+        """Follow the next decision of what to do; rank 0 proposes it."""
+        board, topic = self._party.board, f"turn/{self._turn}"
+        if self._party.rank == 0 and (order := self._choose()) is not None:
+            found = board.decide(topic, asdict(order))
+        else:
+            found = board.decided(topic)
+        if found is None:
+            return
+        self._turn += 1
+        board.leave(topic)
+        order = Order(**found)
+        target = self._world.layout if order.verb == "stop" else _whole_world(order.layout, self._party.world_size)
+        self._attempt = Attempt(self._party, order, target, self._world)
+        self._told_ready = False
+        if self._recorder:
+            self._recorder.announced(order, self.step)
+        if order.verb != "stop":
+            self._attempt.start()
+
+    def _choose(self) -> Order | None:
+        """What rank 0 wants next: a request, or a scheduled switch whose step is near."""
+        due = sorted(at for at in self._schedule if at - LEAD_STEPS <= self.step)
+        if due:
+            at = due[0]
+            self._asked.append(
+                Order(number=0, layout=self._schedule.pop(at), mode=self._mode, at=at, by="schedule")
+            )
+        while (news := self._party.board.news()) > self._seen:
+            del news
+            text = self._party.board.read(self._seen)
+            if text is not None:
+                self._asked.append(_order_of(json.loads(text), self._seen, self._mode))
+            self._seen += 1
+        while self._asked:
+            order = self._asked.pop(0)
+            if (refusal := self._refuse(order)) is None:
+                return Order(**(asdict(order) | {"number": self._turn}))
+            self._answer(order, *refusal)
+        return None
+
+    def _refuse(self, order: Order) -> tuple[str, str] | None:
+        """``(outcome, message)`` of an order that needs or allows no attempt."""
+        if order.verb == "stop":
+            return None
+        try:
+            target = _whole_world(order.layout, self._party.world_size)
+        except LayoutError as error:
+            return "refused", str(error)
+        if target == self._world.layout:
+            return "unchanged", f"the layout is {print_layout(target)} already"
+        return None
+
+    def _answer(self, order: Order, outcome: str, message: str, switch: int | None = None) -> None:
+        if self._party.rank == 0 and order.request >= 0:
+            self._party.board.answer(
+                order.request, json.dumps({"outcome": outcome, "message": message, "switch": switch})
+            )
+
+    def _advance(self, attempt: Attempt) -> None:
+        """Tell the others when this rank can begin; begin where all agreed to."""
+        board, number, rank = self._party.board, attempt.order.number, self._party.rank
+        if attempt.order.at >= 0 and self.step >= attempt.order.at - 1 and attempt.order.verb != "stop":
+            attempt.join()
+        if not self._told_ready and (attempt.order.verb == "stop" or attempt.prepared):
+            self._told_ready = True
+            if attempt.problem:
+                board.give_up(number, f"rank {rank}: {attempt.problem}")
+            elif attempt.order.at < 0 or self.step >= attempt.order.at - 1:
+                board.ready(number, rank, self._edge)
+            else:
+                self._told_ready = False
+        go = board.go_edge(number)
+        if go is None or (go.edge >= 0 and go.edge > self._edge):
+            return
+        board.done_with(number)
+        if go.edge < 0:
+            attempt.join()
+            attempt.give_up()
+            self._finish(attempt, "aborted", go.reason)
+        elif attempt.order.verb == "stop":
+            self.stopped = True
+            self._attempt = None
+            self._answer(attempt.order, "done", "stopped at a step edge")
+        else:
+            self._begin(attempt)
+
+    def _begin(self, attempt: Attempt) -> None:
+        try:
+            attempt.move()
+        except SwitchAbortedError as abort:
+            self._finish(attempt, "aborted", str(abort))
+            return
+        assert attempt.new is not None
+        self._world = attempt.new
+        self._wrap_optimizer(self._world)
+        attempt.seconds["stall"] = time.perf_counter() - self._step_ended
+        self._settling = True
+        attempt.start_check()
+
+    # The end of a switch.
+
+    def _settle(self) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        self._settling = False
+        try:
+            told = attempt.settle({})
+        except SwitchAbortedError as abort:
+            self._undo = True
+            self._finish(attempt, "aborted", str(abort))
+            self._attempt = attempt  # until the edge takes it back
+            return
+        self._finish(attempt, "committed", "", told)
+
+    def _take_back(self) -> None:
+        """At the edge after an aborted commit: the old objects again, and the same step once more."""
+        attempt = self._attempt
+        assert attempt is not None
+        self._undo = False
+        self._attempt = None
+        attempt.undo()
+        self._world = attempt.old
+
+    def _finish(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any] | None = None) -> None:
+        self._attempt = None
+        gc.unfreeze()
+        if self._recorder:
+            self._recorder.ended(attempt, outcome, reason, self.step, told or {})
+        message = reason or f"{attempt.order.layout} since step {self.step}"
+        outcomes = {"committed": "done"}
+        self._answer(attempt.order, outcomes.get(outcome, outcome), message, attempt.order.number)
+
+    def close(self) -> None:
+        """Destroy the process groups that this object made."""
+        self._party.groups.close()
+
+
+def _whole_world(text: str, world_size: int) -> Layout:
+    """The layout of ``text``, which must use every rank."""
+    layout = parse_layout(text)
+    if layout.world_size != world_size:
+        raise LayoutError((f"{text} is a layout of {layout.world_size} ranks, the world has {world_size}",), ())
+    return layout
+
+
+def _order_of(record: Mapping[str, Any], request: int, mode: str) -> Order:
+    arguments = record.get("arguments", {})
+    return Order(
+        number=0,
+        layout=arguments.get("layout", ""),
+        mode=arguments.get("mode", mode),
+        verb=record["verb"],
+        by=record.get("by", ""),
+        request=request,
+        request_id=record.get("id", ""),
+    )
+
+
