@@ -1,0 +1,202 @@
+"""What rank 0 writes of a switch: events as it goes on, a plan summary and a certificate at its end."""
+
+import json
+import platform
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+import dynatrain
+from dynatrain.cluster.board import Board
+from dynatrain.execute.census import ALGORITHM
+from dynatrain.judge.certificate import (
+    Bytes,
+    Cause,
+    Certificate,
+    Digest,
+    Peak,
+    PeakBytes,
+    Replicas,
+    Seconds,
+    World,
+)
+from dynatrain.layout.text import print_layout
+from dynatrain.observe.atomic import write_atomically
+from dynatrain.observe.log import Log
+from dynatrain.observe.run import RunFolder
+from dynatrain.plan.summary import PlanSummary, floor_seconds
+from dynatrain.train.attempt import Attempt, Order
+from dynatrain.train.blueprint import Blueprint
+from dynatrain.train.probe import Rates
+
+SETTLED = 8
+"""Steps in a layout after which ``lost_seconds`` is known: three that may be slow, and five for a median."""
+
+
+class Recorder:
+    """Keeps the books of one run's switches. Every rank has one; rank 0's writes.
+
+    Args:
+        folder: the run's.
+        board: where ranks tell their lost seconds.
+        rank: this rank.
+        generation: of the world.
+        attempt: number of the run's agent.
+        rates: measured link and copy rates, for the floor; None where nothing was measured.
+    """
+
+    def __init__(
+        self, folder: RunFolder, board: Board, *, rank: int, generation: int, attempt: int, rates: Rates | None
+    ) -> None:
+        self._folder = folder
+        self._board = board
+        self._rank = rank
+        self._generation = generation
+        self._rates = rates
+        self._log = Log(folder.events, generation=generation, attempt=attempt)
+        self._number = 1 + max((int(path.name) for path in folder.switches.iterdir()), default=0)
+        self._ends: list[float] = []
+        self._before = 0.0
+        self._counting = ""
+        self._open: tuple[str, Certificate, int] | None = None
+
+    def announced(self, order: Order, step: int) -> None:
+        """A switch or a stop was agreed on."""
+        self._event(order, "announce", step=step, to=order.layout, verb=order.verb, by=order.by)
+
+    def step_ended(self, now: float) -> None:
+        """A step ended at ``now`` (seconds, monotonic): count towards the lost seconds of the last switch."""
+        self._ends.append(now)
+        if self._counting and len(self._ends) == SETTLED:
+            self._board.vote(self._counting, self._rank, self._lost())
+            if self._rank != 0:
+                self._board.leave(self._counting)
+            self._counting = ""
+        if self._open is not None:
+            self._complete()
+
+    def _lost(self) -> float:
+        steps = [after - before for before, after in zip(self._ends, self._ends[1:], strict=False)]
+        return self._ends[2] - self._before - 3 * statistics.median(steps[2:])
+
+    def _complete(self) -> None:
+        assert self._open is not None
+        topic, certificate, number = self._open
+        lost = self._board.votes(topic)
+        if len(lost) == certificate.world.new:
+            self._board.leave(topic)
+            self._open = None
+            self._write(replace(certificate, lost_seconds=max(0.0, *lost.values())), number)
+
+    def ended(self, attempt: Attempt, outcome: str, reason: str, step: int, told: Mapping[int, Any]) -> None:
+        """A switch was committed, aborted or failed: write its certificate."""
+        self._counting, self._open = "", None
+        committed = outcome == "committed"
+        if committed:
+            # The step under way is the first in the new layout; the last one before it ended before the stall.
+            self._before, self._ends = self._ends[-1] if self._ends else 0.0, []
+            self._counting = f"s{attempt.order.number}/lost"
+        if self._rank != 0:
+            return
+        number = self._number
+        self._number += 1
+        folder = self._folder.switch(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        if attempt.blueprint is not None:
+            write_atomically(folder / "plan.json", json.dumps(plan_record(attempt), indent=2) + "\n")
+        certificate = self._certificate(attempt, outcome, step, told, number)
+        self._write(certificate, number)
+        if committed:
+            self._open = (self._counting, certificate, number)
+        self._event(attempt.order, outcome, step=step, reason=reason, certificate=number)
+
+    def _write(self, certificate: Certificate, number: int) -> None:
+        write_atomically(self._folder.switch(number) / "certificate.json", certificate.to_json())
+
+    def _event(self, order: Order, phase: str, **fields: Any) -> None:
+        if self._rank == 0:
+            self._log.write("switch", switch=order.number, phase=phase, **fields)
+
+    def _certificate(
+        self, attempt: Attempt, outcome: str, step: int, told: Mapping[int, Any], number: int
+    ) -> Certificate:
+        blueprint, report, order = attempt.blueprint, attempt.report, attempt.order
+        summary = blueprint.summary if blueprint else None
+        seconds = dict(attempt.seconds)
+        for facts in told.values():
+            for phase, value in facts["seconds"].items():
+                seconds[phase] = max(value, seconds.get(phase, 0.0))
+        peaks = {
+            rank: Peak(predicted=predicted, measured=told[rank]["peak"] if rank in told else None)
+            for rank, predicted in enumerate(blueprint.peak if blueprint else ())
+        }
+        on_device = attempt.party.device.type != "cpu"
+        world = attempt.party.world_size
+        return Certificate(
+            run_id=self._folder.name,
+            switch=number,
+            generation=self._generation,
+            step=max(0, step - 1),
+            from_=print_layout(attempt.old.layout),
+            to=print_layout(attempt.target),
+            world=World(old=world, new=world),
+            cause=Cause(verb=order.verb, by=order.by, request_id=order.request_id),
+            mode=blueprint.part.schedule.mode if blueprint else "keep",
+            outcome=outcome,
+            plan_hash=f"{blueprint.plan_hash if blueprint else 0:016x}",
+            coverage=dict(blueprint.coverage) if blueprint else {},
+            replicas=Replicas(
+                groups=report.groups if report else 0,
+                checked=report.checked if report else 0,
+                unequal=len(report.unequal) if report else 0,
+            ),
+            digest=Digest(
+                algorithm=ALGORITHM,
+                before=report.before if report else {},
+                after=report.after if report else {},
+                equal=bool(report and report.equal),
+            ),
+            bytes=_bytes(summary),
+            seconds=Seconds(**seconds),
+            floor_seconds=_floor(summary, self._rates),
+            peak_bytes=PeakBytes(device=peaks if on_device else {}, host={} if on_device else peaks),
+            transport=attempt.party.groups.backend,
+            versions={
+                "dynatrain": dynatrain.__version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
+        )
+
+
+def _bytes(summary: PlanSummary | None) -> Bytes:
+    if summary is None:
+        return Bytes(moved=0, relaid=0, adopted=0)
+    return Bytes(moved=summary.moved, relaid=sum(summary.relaid), adopted=sum(summary.adopted))
+
+
+def _floor(summary: PlanSummary | None, rates: Rates | None) -> float | None:
+    if summary is None or rates is None:
+        return None
+    return floor_seconds(
+        summary, link_bytes_per_second=rates.link_bytes_per_second, copy_bytes_per_second=rates.copy_bytes_per_second
+    )
+
+
+def plan_record(attempt: Attempt) -> dict[str, Any]:
+    """What is kept of a plan: a summary and the hash from which ``dynatrain plan`` reproduces the whole."""
+    blueprint: Blueprint | None = attempt.blueprint
+    assert blueprint is not None
+    summary = asdict(blueprint.summary) if blueprint.summary else {}
+    if summary:
+        summary["pairs"] = [[src, dst, size] for (src, dst), size in summary["pairs"].items()]
+    return {
+        "from": print_layout(attempt.old.layout),
+        "to": print_layout(attempt.target),
+        "mode": blueprint.part.schedule.mode,
+        "plan_hash": f"{blueprint.plan_hash:016x}",
+        "summary": summary,
+    }
