@@ -25,7 +25,7 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Who wanted the switch: verb (``switch``, ``scale``, ...), by (``cli``, ``schedule``, ...), and the request's id."""
+    """Who wanted the switch: the verb (``switch``, ...), by whom (``cli``, ...), and the id of the request."""
 
     verb: str
     by: str

@@ -123,9 +123,7 @@ def unmatched(catalogue: Catalogue, parts: Sequence[RankPlan]) -> tuple[str, ...
             )
     differing = [part.rank for part in parts if part.schedule != parts[0].schedule]
     if differing:
-        problems.append(
-            f"rounds must be equal on all ranks; ranks {differing} have others than rank {parts[0].rank}"
-        )
+        problems.append(f"rounds must be equal on all ranks; ranks {differing} have others than rank {parts[0].rank}")
     return shown(problems, "move(s) with one end only")
 
 

@@ -1,0 +1,67 @@
+"""Small catalogues and random layouts for tests of plans."""
+
+import itertools
+import math
+
+from hypothesis import strategies as st
+
+from dynatrain.layout.layout import AXES, Layout
+from dynatrain.space.tensor import FIRST, LAST, Catalogue, State, Tensor
+
+STATES = (
+    State("param", "float32"),
+    State("exp_avg", "float32"),
+    State("exp_avg_sq", "float64"),
+    State("step", "float32", scalar=True),
+)
+ROWS = (("tp", 0), ("fsdp", 0))
+COLUMNS = (("tp", 1), ("fsdp", 0))
+COPIED = (("fsdp", 0),)
+LAYERS = 4
+
+
+def small(
+    *, width: int = 6, inner: int = 10, vocabulary: int = 11, tied: bool = False, layers: int = LAYERS
+) -> Catalogue:
+    """A catalogue in the form of a decoder's, with sizes that need not divide by anything."""
+    anchors = (FIRST, LAST) if tied else (FIRST,)
+    tensors = [Tensor("embed", (vocabulary, width), ROWS, anchors, STATES, "embedding")]
+    for layer in range(layers):
+        unit = f"layers.{layer}"
+        tensors += [
+            Tensor(f"{unit}.up", (inner, width), ROWS, (layer,), STATES, unit),
+            Tensor(f"{unit}.down", (width, inner), COLUMNS, (layer,), STATES, unit),
+            Tensor(f"{unit}.norm", (width,), COPIED, (layer,), STATES, unit),
+        ]
+    tensors.append(Tensor("norm", (width,), COPIED, (LAST,), STATES[:2], "head"))
+    if not tied:
+        tensors.append(Tensor("head", (vocabulary, width), ROWS, (LAST,), STATES, "head"))
+    return tuple(tensors)
+
+
+def layout(order: tuple[int, ...] = (), stages: tuple[int, ...] = (), **sizes: int) -> Layout:
+    """A layout from sizes, outermost first."""
+    return Layout(axes=tuple((axis, size) for axis, size in sizes.items() if size > 1), order=order, stages=stages)
+
+
+@st.composite
+def catalogues(draw: st.DrawFn) -> Catalogue:
+    size = st.integers(1, 13)
+    return small(width=draw(size), inner=draw(size), vocabulary=draw(size), tied=draw(st.booleans()))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any axes in any rank order, worlds of 1 to 8, sometimes uneven stages, sometimes permuted ranks."""
+    sizes: dict[str, int] = {}
+    for axis in draw(st.permutations(AXES)):
+        room = 8 // math.prod(sizes.values())
+        sizes[axis] = draw(st.integers(1, min(room, LAYERS) if axis == "pp" else room))
+    stages: tuple[int, ...] = ()
+    if sizes["pp"] > 1 and draw(st.booleans()):
+        inner = sorted(draw(st.sets(st.integers(1, LAYERS - 1), min_size=sizes["pp"] - 1, max_size=sizes["pp"] - 1)))
+        edges = [0, *inner, LAYERS]
+        stages = tuple(b - a for a, b in itertools.pairwise(edges))
+    world = math.prod(sizes.values())
+    order = tuple(draw(st.permutations(range(world)))) if draw(st.booleans()) else ()
+    return layout(order, stages, **sizes)

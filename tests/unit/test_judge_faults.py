@@ -1,0 +1,215 @@
+"""Each kind of fault, planted in a plan that is otherwise right, is caught and named."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from tests.plans.cases import LAYERS, layout, small
+
+from dynatrain.judge.judge import judge_all, judge_rank, judge_whole
+from dynatrain.plan.build import rank_plan, whole_plan
+from dynatrain.plan.plan import Move, Schedule
+from dynatrain.plan.schedule import default_budget, keep_schedule, tight_schedule
+from dynatrain.plan.storage import storage
+from dynatrain.space.ownership import Ownership, declared
+
+CATALOGUE = small(width=8, inner=12, vocabulary=16)
+OLD = declared(CATALOGUE, layout(fsdp=2, tp=2), LAYERS)
+NEW = declared(CATALOGUE, layout(pp=2, fsdp=2), LAYERS)
+UP = 1  # layers.0.up
+
+
+@pytest.fixture
+def parts():
+    schedule = keep_schedule(CATALOGUE, 1000)
+    return [rank_plan(CATALOGUE, OLD, NEW, rank, schedule) for rank in range(4)]
+
+
+def problems(parts, **how):
+    return "\n".join(judge_all(CATALOGUE, OLD, NEW, parts, **how).problems)
+
+
+def first_move(parts, tensor=UP):
+    return next(move for part in parts for move in part.receives if move.tensor == tensor and len(move.states) > 1)
+
+
+def change(parts, old, *new):
+    """The parts with one move replaced, at both ends."""
+
+    def swap(moves):
+        return tuple(found for move in moves for found in (new if move == old else (move,)))
+
+    return [replace(part, sends=swap(part.sends), receives=swap(part.receives)) for part in parts]
+
+
+def shifted(box, rows):
+    return ((box[0][0] + rows, box[0][1] + rows), *box[1:])
+
+
+def test_the_plan_without_a_fault_is_accepted(parts):
+    assert problems(parts) == ""
+
+
+@pytest.mark.parametrize("rows", [-1, 1])
+def test_a_box_shifted_by_a_row_is_named(parts, rows):
+    move = first_move(parts)
+    found = problems(change(parts, move, replace(move, box=shifted(move.box, rows))))
+    assert re.search(rf"layers\.0\.up\.param \[.*\] on rank {move.dst}: \d+ of \d+ elements missing", found)
+    assert "layers.0.up.exp_avg_sq" in found
+
+
+def test_two_states_swapped_at_one_end_are_named(parts):
+    move = first_move(parts)
+    wrong = [
+        replace(
+            part,
+            receives=tuple(
+                found
+                for got in part.receives
+                for found in ((replace(got, states=(0, 2)), replace(got, states=(2,))) if got == move else (got,))
+            ),
+        )
+        for part in parts
+    ]
+    found = problems(wrong)
+    assert re.search(rf"layers\.0\.up\.exp_avg \[.*\] on rank {move.dst}: \d+ of \d+ elements missing", found)
+    assert re.search(rf"layers\.0\.up\.exp_avg_sq .* on rank {move.dst}: 0 of \d+ elements missing, \d+ written", found)
+    assert "sent but not received" in found
+    assert "received but not sent" in found
+
+
+def test_a_dropped_move_is_named_and_counted(parts):
+    move = first_move(parts)
+    verdict = judge_all(CATALOGUE, OLD, NEW, change(parts, move))
+    assert any(
+        f"layers.0.up.exp_avg [0:6, 0:8] on rank {move.dst}" in text and "missing" in text for text in verdict.problems
+    )
+    elements = (move.box[0][1] - move.box[0][0]) * (move.box[1][1] - move.box[1][0])
+    assert verdict.coverage["param"].missing == 4 * elements
+    assert verdict.coverage["exp_avg_sq"].missing == 8 * elements
+    assert verdict.coverage["step"].complete
+
+
+def test_a_move_dropped_at_the_sender_only_is_named_and_never_waited_out(parts):
+    move = first_move(parts)
+    parts[move.src] = replace(parts[move.src], sends=tuple(one for one in parts[move.src].sends if one != move))
+    found = problems(parts)
+    assert re.search(rf"layers\.0\.up\.param \[.*\] on rank {move.dst} is received but not sent", found)
+    assert f"waits for rank {move.src} for ever" in found
+
+
+def test_a_duplicated_move_is_named_and_counted(parts):
+    move = first_move(parts)
+    verdict = judge_all(CATALOGUE, OLD, NEW, change(parts, move, move, move))
+    assert verdict.coverage["param"].twice > 0
+    assert verdict.coverage["param"].missing == 0
+    assert any("layers.0.up.param" in text and "written twice" in text for text in verdict.problems)
+
+
+def test_an_overlap_that_hides_a_hole_is_found(parts):
+    # Two moves of equal total size, one row written twice and one never: volumes alone would agree.
+    move = first_move(parts)
+    (start, stop), *rest = move.box
+    cut = (start + stop) // 2
+    upper = replace(move, box=((start, cut), *rest))
+    lower = replace(move, box=((cut - 1, stop - 1), *rest))
+    verdict = judge_all(CATALOGUE, OLD, NEW, change(parts, move, upper, lower))
+    row = 4 * (rest[0][1] - rest[0][0])
+    assert (verdict.coverage["param"].twice, verdict.coverage["param"].missing) == (row, row)
+    assert verdict.coverage["param"].expected == verdict.coverage["param"].written
+
+
+def test_a_source_that_does_not_hold_the_box_is_named(parts):
+    move = first_move(parts)
+    liar = next(rank for rank in range(4) if rank not in {move.src, move.dst})
+    wrong = change(parts, move, replace(move, src=liar))
+    parts[liar] = replace(parts[liar], sends=(*wrong[liar].sends, replace(move, src=liar)))
+    wrong[liar] = parts[liar]
+    wrong[move.src] = replace(wrong[move.src], sends=tuple(s for s in wrong[move.src].sends if s.src == move.src))
+    found = problems(wrong)
+    assert re.search(
+        rf"layers\.0\.up\.param \[.*\] on rank {liar} is not within the piece that the source holds", found
+    )
+    assert "missing" not in found
+
+
+def test_a_piece_adopted_though_it_moved_is_named(parts):
+    parts[0] = replace(parts[0], adopted=(*parts[0].adopted, (UP, 0)))
+    assert re.search(r"layers\.0\.up\.param \[.*\] on rank 0 is adopted, but", problems(parts))
+
+
+def test_a_granule_in_no_round_or_in_two_is_named(parts):
+    rounds = parts[0].schedule.rounds
+    lost = Schedule(rounds=(rounds[0][1:], *rounds[1:]), mode="keep")
+    assert "embed.param is in 0 rounds" in problems([replace(part, schedule=lost) for part in parts])
+    twice = Schedule(rounds=(*rounds, rounds[0][:1]), mode="keep")
+    assert "embed.param is in 2 rounds" in problems([replace(part, schedule=twice) for part in parts])
+
+
+def test_rounds_that_differ_between_ranks_are_a_deadlock_that_is_named(parts):
+    first, second, *rest = parts[0].schedule.rounds
+    other = Schedule(rounds=(second, first, *rest), mode="keep")
+    parts[2] = replace(parts[2], schedule=other)
+    found = problems(parts)
+    assert "rounds must be equal on all ranks; ranks [2] have others" in found
+    assert "for ever" in found
+
+
+def test_a_ring_of_ranks_that_each_wait_for_the_next_is_found():
+    # Three ranks, three granules; each waits in its first round for what its neighbour sends in the second.
+    tensors = tuple(replace(CATALOGUE[0], name=f"t{i}", states=CATALOGUE[0].states[:1]) for i in range(3))
+    here, there = (declared(tensors, layout(order, pp=3), 3) for order in ((0, 1, 2), (1, 2, 0)))
+    names = [f"t{i}" for i in range(3)]
+    old = Ownership(here.layout, {n: replace(here.placements[n], stages=(i,)) for i, n in enumerate(names)})
+    new = Ownership(there.layout, {n: replace(there.placements[n], stages=(i,)) for i, n in enumerate(names)})
+    even = Schedule(rounds=(((0, 0), (1, 0), (2, 0)),), mode="keep")
+    ring = [rank_plan(tensors, old, new, rank, even) for rank in range(3)]
+    assert judge_all(tensors, old, new, ring).ok
+    for rank, part in enumerate(ring):
+        late, early = part.sends[0].tensor, part.receives[0].tensor
+        rest = 3 - late - early
+        rounds = (((early, 0), (rest, 0)), ((late, 0),))
+        ring[rank] = replace(part, schedule=Schedule(rounds=rounds, mode="keep"))
+    found = judge_all(tensors, old, new, ring).problems
+    assert sum("for ever" in text for text in found) == 3
+
+
+def test_the_order_of_names_is_too_large_in_tight_under_pp():
+    big = small(width=256, inner=1024, vocabulary=2048, layers=16)
+    old, new = declared(big, layout(fsdp=4), 16), declared(big, layout(pp=4), 16)
+    stored = storage(big, old, new)
+    budget = default_budget(stored)
+    good = tight_schedule(stored, budget)
+    by_name = Schedule(rounds=tuple((granule,) for granule in stored.granules), mode="tight")
+    assert judge_whole(big, old, new, whole_plan(big, old, new, good), budget_bytes=budget).ok
+    verdict = judge_whole(big, old, new, whole_plan(big, old, new, by_name), budget_bytes=budget)
+    assert re.search(r"rank 0 holds \d+ bytes in round \d+, \d+ above its limit", verdict.problems[0])
+    part = rank_plan(big, old, new, 0, by_name)
+    assert "above its limit" in judge_rank(big, old, new, part, budget_bytes=budget).problems[0]
+
+
+def test_tight_is_not_judged_without_a_budget(parts):
+    tight = replace(parts[0].schedule, mode="tight")
+    assert "none was given" in problems([replace(part, schedule=tight) for part in parts])
+
+
+def test_a_move_of_what_does_not_exist_is_named(parts):
+    ghost = Move(99, (0,), ((0, 1),), 1, 0)
+    parts[0] = replace(parts[0], receives=(*parts[0].receives, ghost))
+    found = judge_rank(CATALOGUE, OLD, NEW, parts[0]).problems
+    assert "state 0 of tensor 99" in found[0]
+
+
+def test_a_tensor_without_an_owner_is_named(parts):
+    less = Ownership(OLD.layout, {name: p for name, p in OLD.placements.items() if name != "embed"})
+    assert judge_all(CATALOGUE, less, NEW, parts).problems == ("embed has no owner in the old layout",)
+
+
+def test_a_missing_part_is_named(parts):
+    assert "ranks [0, 1, 2]" in judge_all(CATALOGUE, OLD, NEW, parts[:3]).problems[0]
+
+
+def test_a_move_in_the_list_of_another_rank_is_named(parts):
+    stray = parts[1].sends[0]
+    parts[0] = replace(parts[0], sends=(*parts[0].sends, stray))
+    assert "rank 0 has among its sends a move 1 ->" in problems(parts)

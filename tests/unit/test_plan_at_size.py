@@ -1,0 +1,51 @@
+"""llama-3.1-70b over 1,024 ranks, the size that the project promises."""
+
+import time
+
+import pytest
+from tests.plans.cases import layout
+
+from dynatrain.judge.judge import judge_whole
+from dynatrain.plan.build import rank_plan, whole_plan
+from dynatrain.plan.schedule import default_budget, tight_schedule
+from dynatrain.plan.storage import storage
+from dynatrain.plan.summary import summarise
+from dynatrain.space.decoder import catalogue
+from dynatrain.space.ownership import declared
+from dynatrain.space.presets import resolve_model
+
+
+@pytest.fixture(scope="module")
+def case():
+    shape = resolve_model("llama-3.1-70b")
+    tensors = catalogue(shape)
+    sides = [
+        declared(tensors, where, shape.num_hidden_layers)
+        for where in (layout(pp=8, fsdp=16, tp=8), layout(pp=4, fsdp=16, tp=16))
+    ]
+    stored = storage(tensors, *sides)
+    return tensors, *sides, stored, tight_schedule(stored, default_budget(stored))
+
+
+def test_one_rank_derives_its_part_in_20_ms(case):
+    tensors, old, new, _, schedule = case
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        part = rank_plan(tensors, old, new, 0, schedule)
+        seconds.append(time.perf_counter() - start)
+    assert part.receives
+    assert min(seconds) < 0.020, seconds
+
+
+def test_the_whole_plan_is_built_summarised_and_judged_in_5_s(case):
+    tensors, old, new, stored, schedule = case
+    start = time.perf_counter()
+    plan = whole_plan(tensors, old, new, schedule)
+    summary = summarise(tensors, old, new, plan, stored)
+    verdict = judge_whole(tensors, old, new, plan, budget_bytes=default_budget(stored))
+    assert time.perf_counter() - start < 5
+    assert verdict.ok
+    assert summary.moved + sum(summary.relaid) + sum(summary.adopted) == sum(
+        count.expected for count in verdict.coverage.values()
+    )
