@@ -20,9 +20,9 @@ OTHER = ["fsdp3", "fsdp2", "dp1", "tp3.fsdp2", "pp2.dp2.tp2", "fsdp8", "pp3.tp2"
 
 
 @pytest.fixture(autouse=True)
-def _small_frames(monkeypatch):
-    """Many frames of both kinds, and items cut inside a row, on a small job."""
-    monkeypatch.setattr(wire, "FRAME_BYTES", 96)
+def _small_bundles(monkeypatch):
+    """Many bundles, frames of both kinds, and items cut inside a row, on a small job."""
+    monkeypatch.setattr(wire, "BUNDLE_BYTES", 96)
     monkeypatch.setattr(wire, "PACK_BYTES", 32)
 
 

@@ -7,7 +7,7 @@ afterwards.
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ import xxhash
 
 from dynatrain.execute.pieces import Pieces, Pool
 from dynatrain.execute.transport import Message, Pending, Transport
-from dynatrain.execute.wire import FAN, Frame, Item, Part, Route, Wave
+from dynatrain.execute.wire import FAN, Bundle, Item, Part, Route, Wave, room
 from dynatrain.plan.plan import RankPlan
 from dynatrain.space.box import Box, within
 from dynatrain.space.tensor import Catalogue
@@ -96,10 +96,12 @@ class Exchange:
                 posted()
         if not route.waves:
             posted()
+        told, arrival = self._tell(sums)
         self._relay(route.relays, old, new)
         while flying:
             self._land(flying.popleft(), deadline)
-        self._compare(sums, deadline)
+        arrival.wait(max(0.0, deadline - time.monotonic()))
+        self._compare(sums, told)
 
     def release(self) -> None:
         """Give the staging memory back. Only when no transfer uses it: all done, or the transport closed."""
@@ -110,47 +112,52 @@ class Exchange:
     def _launch(self, wave: Wave, sums: "_Sums", old: Pieces, new: Pieces) -> "_Flight":
         """Pack and post one wave."""
         staged: list[torch.Tensor] = []
-        receives = [self._slots(frame, sums.received[frame.peer], new, staged) for frame in wave.receives]
-        sends = [self._slots(frame, sums.sent[frame.peer], old, staged) for frame in wave.sends]
-        for frame, _, slots in sends:
-            for slot in slots:
+        receives = [parcel for bundle in wave.receives for parcel in self._parcels(bundle, sums.received, new, staged)]
+        sends = [parcel for bundle in wave.sends for parcel in self._parcels(bundle, sums.sent, old, staged)]
+        for parcel in sends:
+            for slot in parcel.slots:
                 if slot.inside is not None:
                     slot.inside.copy_(slot.view)
                 slot.stream.update(slot.view if slot.inside is None else slot.inside)
-            self.ledger[self._rank, frame.peer] += frame.nbytes
-        pending = self._transport.post(
-            [Message(frame.peer, data) for frame, data, _ in sends],
-            [Message(frame.peer, data) for frame, data, _ in receives],
-        )
+            self.ledger[self._rank, parcel.message.peer] += parcel.message.tensor.nbytes
+        pending = self._transport.post([parcel.message for parcel in sends], [parcel.message for parcel in receives])
         return _Flight(pending, receives, staged)
 
     def _land(self, flight: "_Flight", deadline: float) -> None:
         """Wait for one wave and put what arrived where it belongs."""
         flight.pending.wait(max(0.0, deadline - time.monotonic()))
-        for frame, _, slots in flight.receives:
-            for slot in slots:
+        for parcel in flight.receives:
+            for slot in parcel.slots:
                 if slot.inside is not None:
                     slot.view.copy_(slot.inside)
-                if slot.view.is_contiguous():
+                if slot.inside is None or slot.view.is_contiguous():
                     slot.stream.update(slot.view)
                 else:
                     slot.stream.update(slot.inside.copy_(slot.view))
-            self.ledger[frame.peer, self._rank] += frame.nbytes
+            self.ledger[parcel.message.peer, self._rank] += parcel.message.tensor.nbytes
         self._free += flight.staged
 
-    def _slots(
-        self, frame: Frame, streams: "list[_Stream]", pieces: Pieces, staged: list[torch.Tensor]
-    ) -> "tuple[Frame, torch.Tensor, list[_Slot]]":
-        """Where the bytes of a frame are: the message's tensor, and each part in it and in its piece."""
-        views = [_view(pieces, streams[part.item].item, part) for part in frame.parts]
-        if len(views) == 1 and views[0].is_contiguous():
-            return frame, _bytes(views[0]), [_Slot(streams[frame.parts[0].item], views[0], None)]
-        staged.append(self._buffer())
-        slots = [
-            _Slot(streams[part.item], view, staged[-1][part.start : part.stop].view(view.dtype).view(view.shape))
-            for part, view in zip(frame.parts, views, strict=True)
-        ]
-        return frame, staged[-1][: frame.nbytes], slots
+    def _parcels(
+        self, bundle: Bundle, streams_of: "Mapping[int, Sequence[_Stream]]", pieces: Pieces, staged: list[torch.Tensor]
+    ) -> "Iterator[_Parcel]":
+        """Messages over the memory that their bytes come from or go to; a staging buffer that they need is added."""
+        streams, buffer, start = streams_of[bundle.peer], None, 0
+        for frame in bundle.frames:
+            views = [_view(pieces, streams[part.item].item, part) for part in frame.parts]
+            if len(views) == 1 and views[0].is_contiguous():
+                slots = (_Slot(streams[frame.parts[0].item], views[0], None),)
+                yield _Parcel(Message(bundle.peer, _bytes(views[0])), slots)
+                continue
+            if buffer is None:
+                buffer = self._buffer()
+                staged.append(buffer)
+            data = buffer[start : start + frame.nbytes]
+            start += room(frame)
+            slots = tuple(
+                _Slot(streams[part.item], view, data[part.start : part.stop].view(view.dtype).view(view.shape))
+                for part, view in zip(frame.parts, views, strict=True)
+            )
+            yield _Parcel(Message(bundle.peer, data), slots)
 
     def _buffer(self) -> torch.Tensor:
         if self._free:
@@ -165,15 +172,16 @@ class Exchange:
             target.tensor[within(item.box, target.box)] = source.tensor[within(item.box, source.box)]
             self.ledger[self._rank, self._rank] += item.nbytes
 
-    def _compare(self, sums: "_Sums", deadline: float) -> None:
-        """Exchange checksums, one message per peer, and compare."""
+    def _tell(self, sums: "_Sums") -> tuple[dict[int, torch.Tensor], Pending]:
+        """Post the checksums, one message per peer: everything was packed, so the sender's are known."""
         device = self._pool.device
         told = {
             peer: torch.empty(len(streams), dtype=torch.int64, device=device) for peer, streams in sums.received.items()
         }
         sends = [Message(peer, _sums_of(streams).to(device)) for peer, streams in sums.sent.items()]
-        pending = self._transport.post(sends, [Message(peer, there) for peer, there in told.items()])
-        pending.wait(max(0.0, deadline - time.monotonic()))
+        return told, self._transport.post(sends, [Message(peer, there) for peer, there in told.items()])
+
+    def _compare(self, sums: "_Sums", told: dict[int, torch.Tensor]) -> None:
         for peer, streams in sums.received.items():
             differ = (told[peer].cpu() != _sums_of(streams)).nonzero()
             if len(differ):
@@ -214,17 +222,25 @@ class _Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class _Parcel:
+    """One message and what is in it."""
+
+    message: Message
+    slots: tuple[_Slot, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Flight:
     """A posted wave."""
 
     pending: Pending
-    receives: list[tuple[Frame, torch.Tensor, list[_Slot]]]
+    receives: list[_Parcel]
     staged: list[torch.Tensor]
 
 
 def _longest(routes: Sequence[Route]) -> int:
-    frames = (frame for route in routes for wave in route.waves for frame in (*wave.sends, *wave.receives))
-    return max((frame.nbytes for frame in frames), default=0)
+    waves = [wave for route in routes for wave in route.waves]
+    return max((bundle.nbytes for wave in waves for bundle in (*wave.sends, *wave.receives)), default=0)
 
 
 def _view(pieces: Pieces, item: Item, part: Part) -> torch.Tensor:

@@ -1,14 +1,15 @@
 """What travels in which message, in which order: derived alike at both ends of every pair.
 
 The moves between one ordered pair of ranks in one round become *items* (one state of one move), items are cut into
-*parts* (boxes that are consecutive in the item's row-major order and at most :data:`FRAME_BYTES` long), and parts are
+*parts* (boxes that are consecutive in the item's row-major order and at most :data:`BUNDLE_BYTES` long), and parts are
 packed into *frames*, the messages. All of it follows from the moves alone, so that neither end needs to know how the
 other stores its pieces.
 
-Frames travel in *waves*, so that staging memory is bounded. The wave of a frame is ``(distance between the ranks //
-FAN, number of the frame in its pair)``, which both ends compute alike, and each rank takes its waves in ascending
-order. Among all unfinished waves the least one can always finish, because everybody in it has finished all lesser
-ones: hence no deadlock, whatever the moves are.
+Frames travel in *waves*, so that staging memory is bounded: a wave takes one *bundle* of frames, at most
+:data:`BUNDLE_BYTES`, of each of at most :data:`FAN` peers each way. The wave of a bundle is ``(distance between the
+ranks // FAN, number of the bundle in its pair)``, which both ends compute alike, and each rank takes its waves in
+ascending order. Among all unfinished waves the least one can always finish, because everybody in it has finished all
+lesser ones: hence no deadlock, whatever the moves are.
 """
 
 from collections import defaultdict
@@ -19,8 +20,8 @@ from dynatrain.plan.plan import Granule, Move, RankPlan
 from dynatrain.space.box import Box, volume
 from dynatrain.space.tensor import ITEMSIZE, Catalogue
 
-FRAME_BYTES = 8 << 20
-"""Longest message. Longer ones bring no more bandwidth, shorter ones cost latency."""
+BUNDLE_BYTES = 4 << 20
+"""Most bytes that one pair has under way, in one direction, in one wave; hence also the longest message."""
 
 PACK_BYTES = 1 << 20
 """Parts shorter than this share a frame: below it the copy into a common buffer is cheaper than a message."""
@@ -71,22 +72,38 @@ class Frame:
     """One message.
 
     Attributes:
-        peer: the other end.
         parts: without gaps, in order.
         nbytes: length of the message.
     """
 
-    peer: int
     parts: tuple[Part, ...]
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Wave:
-    """Frames that one rank posts together."""
+class Bundle:
+    """Frames of one pair of ranks that are posted together.
 
-    sends: tuple[Frame, ...]
-    receives: tuple[Frame, ...]
+    Attributes:
+        peer: the other end.
+        frames: in order.
+    """
+
+    peer: int
+    frames: tuple[Frame, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a buffer that can hold all frames."""
+        return sum(map(room, self.frames))
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Bundles that one rank posts together."""
+
+    sends: tuple[Bundle, ...]
+    receives: tuple[Bundle, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +114,7 @@ class Route:
         sends: items by receiving rank.
         receives: items by sending rank.
         relays: items that stay on the rank but are laid out anew.
-        waves: frames of ``sends`` and ``receives``.
+        waves: ``sends`` and ``receives`` as messages.
     """
 
     sends: dict[int, tuple[Item, ...]]
@@ -138,25 +155,40 @@ def tiles(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
         yield from tiles((*box[:dim], (first, min(first + rows, stop)), *box[dim + 1 :]), itemsize, limit)
 
 
-def frames(peer: int, items: Iterable[Item]) -> tuple[Frame, ...]:
-    """The messages that carry ``items``, in order. Payload only: there are no gaps."""
-    found: list[Frame] = []
+def room(frame: Frame) -> int:
+    """Bytes that a frame takes in a buffer, such that the next one is aligned for every dtype."""
+    return -(-frame.nbytes // 8) * 8
+
+
+def frames(items: Iterable[Item]) -> Iterator[Frame]:
+    """The messages that carry ``items``, in order."""
     pack: list[Part] = []
     filled = 0
     for index, item in enumerate(items):
-        for box in tiles(item.box, item.itemsize, FRAME_BYTES):
+        for box in tiles(item.box, item.itemsize, BUNDLE_BYTES):
             nbytes = volume(box) * item.itemsize
             if nbytes >= PACK_BYTES:
-                found.append(Frame(peer, (Part(index, box, 0, nbytes),), nbytes))
+                yield Frame((Part(index, box, 0, nbytes),), nbytes)
                 continue
-            if filled + nbytes > FRAME_BYTES:
-                found.append(Frame(peer, tuple(pack), filled))
+            if filled + nbytes > BUNDLE_BYTES:
+                yield Frame(tuple(pack), filled)
                 pack, filled = [], 0
             pack.append(Part(index, box, filled, filled + nbytes))
             filled += nbytes
     if pack:
-        found.append(Frame(peer, tuple(pack), filled))
-    return tuple(found)
+        yield Frame(tuple(pack), filled)
+
+
+def bundles(peer: int, items: Iterable[Item]) -> Iterator[Bundle]:
+    """The frames that carry ``items``, in order, by wave."""
+    together: list[Frame] = []
+    for frame in frames(items):
+        if together and sum(map(room, together)) + room(frame) > BUNDLE_BYTES:
+            yield Bundle(peer, tuple(together))
+            together = []
+        together.append(frame)
+    if together:
+        yield Bundle(peer, tuple(together))
 
 
 def _by_granule(moves: Iterable[Move]) -> defaultdict[Granule, list[Move]]:
@@ -183,11 +215,11 @@ def _items(triples: Iterable[tuple[int, Granule, Box]], catalogue: Catalogue) ->
 def _waves(
     rank: int, size: int, sends: dict[int, tuple[Item, ...]], receives: dict[int, tuple[Item, ...]]
 ) -> tuple[Wave, ...]:
-    """The frames of all peers in the order in which this rank posts them."""
-    found: defaultdict[tuple[int, int], tuple[list[Frame], list[Frame]]] = defaultdict(lambda: ([], []))
+    """The bundles of all peers in the order in which this rank posts them."""
+    found: defaultdict[tuple[int, int], tuple[list[Bundle], list[Bundle]]] = defaultdict(lambda: ([], []))
     for way, by_peer in enumerate((sends, receives)):
         for peer, items in by_peer.items():
             distance = (peer - rank if way == 0 else rank - peer) % size
-            for number, frame in enumerate(frames(peer, items)):
-                found[(distance - 1) // FAN, number][way].append(frame)
+            for number, bundle in enumerate(bundles(peer, items)):
+                found[(distance - 1) // FAN, number][way].append(bundle)
     return tuple(Wave(tuple(out), tuple(incoming)) for _, (out, incoming) in sorted(found.items()))
