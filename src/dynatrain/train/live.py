@@ -122,7 +122,7 @@ def describe(
             continue
         item = Described(name, tuple(entry.value.shape), cuts, states[name], stage)
         local = tuple(local_tensor(entry.value).shape)
-        box = _box(item, layout, rank)
+        box = box_of(item.shape, cuts, layout, rank)
         both_empty = volume(box) == 0 and local_tensor(entry.value).numel() == 0
         if local != shape_of(box) and not both_empty:
             problems.append(
@@ -135,10 +135,10 @@ def describe(
     return tuple(described)
 
 
-def _box(item: Described, layout: Layout, rank: int) -> Box:
-    tensor = Tensor(item.name, item.shape, item.cuts, (), item.states, "")
-    stage = layout.coordinates(rank).pp
-    box = Ownership(layout, {item.name: Placement(item.cuts, (stage,))}).box(tensor, rank)
+def box_of(shape: tuple[int, ...], cuts: tuple[tuple[str, int], ...], layout: Layout, rank: int) -> Box:
+    """The box of ``rank`` of a tensor that its stage holds."""
+    here = Placement(cuts, (layout.coordinates(rank).pp,))
+    box = Ownership(layout, {"": here}).box(Tensor("", shape, cuts, (), (), ""), rank)
     assert box is not None
     return box
 

@@ -94,8 +94,8 @@ def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
             plan[f"{at}.post_attention_layernorm"] = SequenceParallel()
         if isinstance(block.self_attn.q_norm, nn.RMSNorm):
             # Each rank normalises its own heads: the weight is a copy whose gradient is a sum over the tp ranks.
-            plan[f"{at}.self_attn.q_norm"] = SequenceParallel(sequence_dim=2)
-            plan[f"{at}.self_attn.k_norm"] = SequenceParallel(sequence_dim=2)
+            plan[f"{at}.self_attn.q_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+            plan[f"{at}.self_attn.k_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return plan
 
 

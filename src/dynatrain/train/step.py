@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from dynatrain.data.order import micro_shares
 from dynatrain.layout.layout import Layout
 from dynatrain.train.parallel import reshard
 from dynatrain.train.reduction import MicroBatchCounter
@@ -34,9 +35,9 @@ class MicroBatch:
 
 def my_indices(num_micro_batches: int, data_ranks: int, data_rank: int) -> list[int]:
     """Micro-batches of one data rank, in order; -1 fills the shares up to the longest one."""
-    mine = list(range(data_rank, num_micro_batches, data_ranks))
-    longest = -(-num_micro_batches // data_ranks)
-    return mine + [-1] * (longest - len(mine))
+    shares = micro_shares(num_micro_batches, data_ranks)
+    mine = shares[data_rank]
+    return [*mine, *[-1] * (len(shares[0]) - len(mine))]
 
 
 class StepRunner:

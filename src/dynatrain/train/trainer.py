@@ -1,0 +1,239 @@
+"""The built-in trainer: our decoder, our data, on the ``Switcher`` face alone."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import LambdaLR
+
+from dynatrain.data.order import batch_ids
+from dynatrain.execute.pieces import Pool
+from dynatrain.layout.layout import Coordinates, Layout
+from dynatrain.models.decoder import DecoderPart, canonical_name
+from dynatrain.models.initial import initial_box, initial_rule
+from dynatrain.space.decoder import DecoderShape
+from dynatrain.train.adopt import adopt
+from dynatrain.train.live import box_of, cuts_of
+from dynatrain.train.optimizer import Counted, OptimizerSettings, adamw, clip, lr_factor, step_totals
+from dynatrain.train.parallel import Precision, build_part, master_dtype
+from dynatrain.train.step import IGNORED, MicroBatch, StepRunner, my_indices
+from dynatrain.train.switcher import Switcher
+from dynatrain.train.torch_private import local_tensor
+from dynatrain.train.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is trained and how, whatever the layout.
+
+    Attributes:
+        shape: the model.
+        seed: of initial weights, dropout and sample order.
+        precision: compute precision.
+        optimizer: AdamW's settings.
+        global_sequences: samples of one step.
+        micro_sequences: samples of one micro-batch; divides ``global_sequences``.
+        schedule: pipeline schedule, ``1f1b`` or ``gpipe``.
+    """
+
+    shape: DecoderShape
+    seed: int
+    precision: Precision
+    optimizer: OptimizerSettings
+    global_sequences: int
+    micro_sequences: int
+    schedule: str = "1f1b"
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one step, over all data ranks."""
+        return self.global_sequences // self.micro_sequences
+
+    def build(self, mesh: DeviceMesh, layout: Layout) -> tuple[DecoderPart, torch.optim.Optimizer]:
+        """The ``Switcher``'s build."""
+        part = build_part(self.shape, layout, mesh, seed=self.seed, precision=self.precision)
+        return part, adamw(part, self.optimizer)
+
+    def initial(self, world: World, memory: Pool) -> None:
+        """Fill a first world: each box is generated alone, as a function of (seed, name, global index)."""
+        rank = dist.get_rank()
+        dtype = master_dtype(self.precision.compute)
+        flats = {}
+        for name, entry in world.found.items():
+            shape = tuple(entry.value.shape)
+            box = box_of(shape, cuts_of(entry.value), world.layout, rank)
+            rule = initial_rule(name, self.shape)
+            values = initial_box(self.seed, name, shape, box, rule=rule, dtype=dtype).flatten()
+            flat = torch.zeros(entry.stored, dtype=dtype, device=memory.device)
+            flat[: values.numel()] = values
+            flats[name] = flat
+        world.found = adopt(world.parts, world.found, flats, [world.optimizer])
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
+        """The learning-rate schedule, in steps."""
+        return LambdaLR(optimizer, lr_factor(self.optimizer))
+
+
+class Data(Protocol):
+    """Numbered samples: ``dynatrain.data.samples.Samples``."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """``(inputs, targets)``, int64 [len(ids), T]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One step in numbers, equal on all ranks whatever the layout.
+
+    Attributes:
+        step: its number.
+        loss: mean over the global batch's tokens.
+        grad_norm: global norm before clipping.
+        lr: learning rate that the step used.
+        tokens: targets in the global batch.
+        seconds: wall time of the step on this rank.
+        ids: sample ids of the global batch, in order.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    ids: np.ndarray
+
+
+class Trainer:
+    """Trains ``job`` on ``data`` through a ``Switcher`` that was made with the job's build.
+
+    Args:
+        job: what is trained.
+        data: the samples.
+        switcher: with ``state={"schedule": job.scheduler, ...}``.
+        after_step: called with each step's result, for metrics and registered objects.
+    """
+
+    def __init__(
+        self, job: Job, data: Data, switcher: Switcher, after_step: Callable[[StepResult], None] = lambda _result: None
+    ) -> None:
+        self.job = job
+        self.data = data
+        self.switcher = switcher
+        self._after_step = after_step
+        self._bound: _Bound | None = None
+
+    def run(self, until: int) -> None:
+        """Train up to step ``until`` (exclusive), or until the run is asked to stop."""
+        for step in self.switcher.steps(until=until):
+            if self._bound is None or self._bound.world is not self.switcher.world:
+                self._bound = _Bound(self.job, self.switcher.world)
+            self._step(step, self._bound)
+
+    def _step(self, step: int, bound: "_Bound") -> None:
+        began = time.perf_counter()
+        ids = batch_ids(self.job.seed, step, self.job.global_sequences, len(self.data))
+        batches, tokens = bound.micro_batches(self.data, ids)
+        loss, norm = bound.forward_backward(step, batches, tokens)
+        clip(bound.params, norm, self.job.optimizer.clip_norm)
+        optimizer = self.switcher.optimizer
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        self.switcher.state["schedule"].step()
+        optimizer.zero_grad()
+        seconds = time.perf_counter() - began
+        self._after_step(
+            StepResult(step=step, loss=loss, grad_norm=norm, lr=rate, tokens=tokens, seconds=seconds, ids=ids)
+        )
+
+
+class _Bound:
+    """What one world's steps need, made once."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        assert world.ownership is not None
+        self.job = job
+        self.world = world
+        self.layout = world.layout
+        self.part: Any = world.parts[0]
+        self.rank = dist.get_rank()
+        self.at = self.layout.coordinates(self.rank)
+        self.runner = StepRunner(
+            self.part, self.layout, world.mesh, num_micro_batches=job.num_micro_batches, schedule=job.schedule
+        )
+        self.params = [entry.value for entry in world.found.values()]
+        self._counted, self._slots = self._count(exact=job.optimizer.exact_norm)
+        self._tied = [
+            (entry.value, world.ownership.placements[name].stages)
+            for name, entry in world.found.items()
+            if len(world.ownership.placements[name].stages) > 1
+        ]
+
+    def _count(self, *, exact: bool) -> tuple[list[Counted], int]:
+        """Each tensor counts once, whoever holds copies of it."""
+        ownership = self.world.ownership
+        assert ownership is not None
+        counted, row = [], 0
+        for slot, tensor in enumerate(self.world.catalogue):
+            rows = tensor.shape[0] if tensor.shape else 1
+            if tensor.name in self.world.found:
+                box = ownership.box(tensor, self.rank)
+                assert box is not None
+                mine = ownership.copy_index(tensor, self.rank) == 0
+                start = row + (box[0][0] if box else 0)
+                counted.append(Counted(self.world.found[tensor.name].value, mine, start, slot))
+            row += rows
+        return counted, row if exact else len(self.world.catalogue)
+
+    def micro_batches(self, data: Data, ids: np.ndarray) -> tuple[list[MicroBatch], int]:
+        """This rank's micro-batches, and the number of targets in the whole global batch."""
+        size, data_ranks = self.job.micro_sequences, self.layout.data_ranks
+        mine = my_indices(
+            self.job.num_micro_batches, data_ranks, self.at.dp * self.layout.size("fsdp") + self.at.fsdp
+        )
+        device = self.world.mesh.device_type
+        made = []
+        for index in mine:
+            samples = ids[max(index, 0) * size : (max(index, 0) + 1) * size]
+            inputs, targets = (torch.from_numpy(array).to(device) for array in data.batch(samples))
+            if index < 0:
+                targets = torch.full_like(targets, IGNORED)
+            made.append(MicroBatch(index, inputs, targets, torch.from_numpy(samples).to(device)))
+        return made, len(ids) * made[0].targets.shape[1]
+
+    def forward_backward(self, step: int, batches: list[MicroBatch], tokens: int) -> tuple[float, float]:
+        """Gradients into ``.grad``; the step's loss and global norm, equal on all ranks."""
+        self.part.streams.step = step
+        width = self.layout.size("tp")
+        sequence = batches[0].inputs.shape[1]
+        self.part.streams.token_offset = self.at.tp * (sequence // width) if self.layout.sp else 0
+        losses = self.runner.run(batches, tokens)
+        if self.at.tp != 0:
+            losses.zero_()  # tp ranks share the micro-batches of their data rank: one of them tells
+        self._reduce_tied()
+        return step_totals(
+            losses, self._counted, self._slots, dist.group.WORLD, exact=self.job.optimizer.exact_norm
+        )
+
+    def _reduce_tied(self) -> None:
+        """Add up the gradients of a tensor that two stages hold: equal slices, exchanged by the two holders."""
+        group = self.world.mesh.get_group("pp")
+        for param, stages in self._tied:
+            grad = local_tensor(param.grad)
+            theirs = torch.empty_like(grad)
+            other = next(stage for stage in stages if stage != self.at.pp)
+            peer = self.layout.rank_at(
+                Coordinates(pp=other, dp=self.at.dp, fsdp=self.at.fsdp, tp=self.at.tp)
+            )
+            works = [dist.irecv(theirs, peer, group=group), dist.isend(grad, peer, group=group)]
+            for work in works:
+                work.wait()
+            grad += theirs
