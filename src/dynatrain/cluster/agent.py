@@ -1,0 +1,269 @@
+"""The agent: one process on each node that starts the node's ranks, watches them, and ends them.
+
+Store, requests and heartbeats live here, so that they outlive any rank; ranks are forked by another process
+(:mod:`dynatrain.cluster.forkserver`), so that no fork happens beside the store's threads. However a run ends, nothing
+of it is left when :func:`drive` returns.
+"""
+
+import os
+import time
+from contextlib import suppress
+
+from torch.distributed import DistError
+
+from dynatrain.cluster.causes import ended_badly, first_cause, names, say_end
+from dynatrain.cluster.context import Report
+from dynatrain.cluster.desk import Desk
+from dynatrain.cluster.heart import Pulse
+from dynatrain.cluster.interrupts import Interrupted, Interrupts
+from dynatrain.cluster.kernel import leave_realtime, signal_name
+from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, contexts, describe, meet
+from dynatrain.cluster.peers import Peers
+from dynatrain.cluster.ranks import Ranks
+from dynatrain.cluster.spawner import Spawner
+from dynatrain.observe.log import Log
+from dynatrain.observe.requests import Inbox, Request, new_id
+
+FAILED = 3
+TICK_SECONDS = 0.2
+START_SECONDS = 120.0  # for the fork server to import torch and the ranks' module
+STOP_SECONDS = 3.0  # for ranks to reach a step edge; with the next, all is gone within 5 s
+KILL_SECONDS = 0.7
+SETTLE_SECONDS = 0.3  # from the first bad end until the cause is named
+STACK_SECONDS = 0.4  # for ranks to print their stacks
+
+
+def drive(job: Job, spawner: Spawner, interrupts: Interrupts) -> int:
+    """Run a job on this node to its end.
+
+    Args:
+        job: what to run.
+        spawner: a fork server that was just started; closed on return.
+        interrupts: the signals that end the agent.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        PlaceError: the user asked for what the machines, or this launch, cannot give.
+    """
+    try:
+        meeting = meet(job, interrupts)
+        job.run.logs.mkdir(parents=True, exist_ok=True)  # a node with a disk of its own has none yet
+        with Log(job.run.events, generation=0, attempt=meeting.attempt) as log:
+            return Agent(job, meeting, spawner, interrupts, log).run()
+    except Interrupted:
+        return interrupts.exit_code
+    except (RunFailedError, DistError) as error:
+        job.announce(f"The run failed: {error}")
+        return FAILED
+
+
+class Agent:
+    """Runs one job on this node, once the agents have met.
+
+    Args:
+        job: what to run.
+        meeting: what the agents have in common.
+        spawner: a fork server.
+        interrupts: the signals that end the agent.
+        log: of events.
+    """
+
+    def __init__(self, job: Job, meeting: Meeting, spawner: Spawner, interrupts: Interrupts, log: Log) -> None:
+        self._job = job
+        self._meeting = meeting
+        self._spawner = spawner
+        self._interrupts = interrupts
+        self._log = log
+        self._began = time.monotonic()
+        self._ranks = Ranks(spawner, contexts(job, meeting))
+        self._pulse = Pulse(meeting.board, self._ranks.living)
+        self._peers = Peers(meeting.board, job.place)
+        self._desk = Desk(Inbox(job.run.requests), meeting.board, log)
+        self._next_tick = 0.0
+        self._stop_code = 0  # 130 or 143 once the agent was asked to end
+        self._stop_end = 0.0  # when ranks that were asked to stop are killed
+        self._first_bad = 0.0  # when the first rank failed, and when the first one ended well; 0 while none has
+        self._first_good = 0.0
+        self._ending = False  # ranks that end now end by our hand
+
+    def run(self) -> int:
+        """Start the ranks, watch them, leave nothing behind; returns the exit code."""
+        code = FAILED
+        try:
+            code = self._watch()
+        except Interrupted:
+            code = self._interrupts.exit_code
+        except RunFailedError as failure:
+            self._fail(str(failure))
+        except DistError as error:
+            self._fail(f"the store is lost: {str(error).splitlines()[0]}")
+        finally:
+            self._end(code)
+        return code
+
+    def _watch(self) -> int:
+        self._log.write("agent_started", pid=os.getpid(), **describe(self._job, self._meeting))
+        if self._meeting.note:
+            self._job.announce(f"Running {self._meeting.note}")
+        self._start()
+        while (code := self._step()) is None:
+            self._interrupts.wait(TICK_SECONDS, self._spawner)
+        self._peers.say("done")
+        return code
+
+    def _start(self) -> None:
+        """Fork this node's ranks as soon as the fork server is ready."""
+        end = time.monotonic() + START_SECONDS
+        ready = 0.0
+        while not self._ranks.all_forked:
+            self._interrupts.check()
+            for report in self._receive():
+                if report.kind == "broken":
+                    raise RunFailedError(f"the ranks' module cannot be used: {report.words}")
+                if report.kind == "ready":
+                    ready = time.monotonic()
+                    self._ranks.fork()
+                self._note(report)
+            if time.monotonic() > end:
+                raise RunFailedError(f"the fork server was not ready within {START_SECONDS:g} s")
+            self._interrupts.wait(TICK_SECONDS, self._spawner)
+        self._pulse.restart()
+        forked = time.monotonic()
+        seconds = {"server": round(ready - self._spawner.began, 3), "fork": round(forked - ready, 3)}
+        pids = self._ranks.pids
+        self._log.write("ranks_started", ranks=list(pids), pids=list(pids.values()), seconds=seconds)
+        world = f"{len(pids)} of {self._job.world_size}" if self._job.place.nodes > 1 else f"{len(pids)}"
+        self._job.announce(f"{world} ranks on {self._meeting.device} ({self._meeting.backend})")
+
+    def _step(self) -> int | None:
+        """Take in what has happened; the exit code once the run is over.
+
+        Raises:
+            RunFailedError: it cannot go on.
+        """
+        for report in self._receive():
+            self._note(report)
+        if self._interrupts.received and not self._stop_code:
+            self._stop(self._interrupts.received[0], self._job.place.node)
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_SECONDS
+            self._tick()
+        if self._stop_code:
+            over = not self._ranks.living or now > self._stop_end or len(self._interrupts.received) > 1
+            return self._stop_code if over else None
+        self._check(now)
+        return None if self._ranks.living else 0
+
+    def _tick(self) -> None:
+        """Everything that is looked at rather than reported."""
+        if self._job.place.node == 0:
+            self._desk.serve()
+        self._pulse.look()
+        self._peers.look()
+        node, number = self._peers.stopping()
+        if number and not self._stop_code:
+            self._stop(number, node)
+        if self._stop_code:
+            self._peers.say("stopping", signal=self._stop_code - 128)
+        else:
+            self._peers.say("running")
+
+    def _check(self, now: float) -> None:
+        """Find out whether the run cannot go on.
+
+        Raises:
+            RunFailedError: it cannot.
+        """
+        patience, living = self._job.liveness_seconds, self._ranks.living
+        bad = [end for end in self._ranks.ends.values() if ended_badly(end)]
+        if bad:
+            self._first_bad = self._first_bad or now
+            if now - self._first_bad >= SETTLE_SECONDS or not living:
+                cause = first_cause(bad)
+                raise RunFailedError(f"{self._name(cause.rank)} {say_end(cause)}, in {self._pulse.last(cause.rank)}")
+            return
+        silent = tuple(rank for rank in self._pulse.silent(patience) if rank in living)
+        if silent:
+            self._ranks.print_stacks()
+            self._interrupts.wait(STACK_SECONDS)
+            said = "; ".join(f"{self._name(rank)}, last seen in {self._pulse.last(rank)}" for rank in silent)
+            raise RunFailedError(
+                f"no sign of life for {patience:g} s from {said}. The stacks are in {self._job.run.logs}"
+            )
+        if self._ranks.ends or self._peers.any_done():
+            self._first_good = self._first_good or now
+            if living and now - self._first_good > patience:
+                raise RunFailedError(f"{names(living)} did not end within {patience:g} s of the others")
+        trouble = self._peers.failure(patience)
+        if trouble:
+            raise RunFailedError(trouble)
+
+    def _stop(self, number: int, node: int) -> None:
+        """Ask all ranks to stop at their next step edge, and set the time at which they are killed."""
+        self._stop_code = 128 + number
+        self._stop_end = time.monotonic() + STOP_SECONDS
+        name = signal_name(number)
+        self._log.write("signal", signal=name, node=node)
+        self._job.announce(f"{name}: stopping at the next step edge; once more to end at once.")
+        if self._job.place.node == 0:
+            self._desk.publish(Request(id=new_id(), verb="stop", by=name))
+
+    def _fail(self, reason: str) -> None:
+        """Say why the run cannot go on, to everybody."""
+        self._ending = True
+        self._log.write("run_failed", reason=reason)
+        self._job.announce(f"The run failed: {reason}")
+        with suppress(DistError):  # without a store the others see it as we did
+            self._peers.say("failed", reason=reason)
+
+    def _end(self, code: int) -> None:
+        """Kill what lives; wait a bounded time, since no signal ends a process that hangs in the kernel."""
+        self._ending = True
+        self._ranks.kill()
+        end = time.monotonic() + KILL_SECONDS
+        with suppress(RunFailedError):
+            while self._ranks.pids and self._ranks.living and time.monotonic() < end:
+                for report in self._receive():
+                    self._note(report)
+                Interrupts.sleep(0.05, self._spawner)
+        with suppress(DistError):
+            self._desk.serve()  # what the ranks answered with their last breath
+        left = [self._name(rank) for rank in self._ranks.living if rank in self._ranks.pids]
+        if not self._spawner.close(KILL_SECONDS) or left:
+            self._job.announce(f"Not gone, and nothing more can be done: {', '.join(left) or 'the fork server'}.")
+        leave_realtime()
+        self._log.write("agent_ended", exit=code, seconds=round(time.monotonic() - self._began, 3))
+
+    def _receive(self) -> list[Report]:
+        try:
+            return self._spawner.receive()
+        except ConnectionError:
+            raise RunFailedError("the fork server was killed, and its ranks with it") from None
+
+    def _note(self, report: Report) -> None:
+        """Take in and write down what the fork server says of a rank."""
+        self._ranks.note(report)
+        about = {"rank": report.rank, "pid": report.pid}
+        if report.kind == "stopped":
+            self._log.write("rank_stopped", signal=signal_name(report.signal), **about)
+            self._job.announce(f"Rank {report.rank} (process {report.pid}) is halted by {signal_name(report.signal)}.")
+        elif report.kind == "continued":
+            self._log.write("rank_continued", **about)
+        elif report.kind == "ended":
+            with suppress(DistError):
+                self._pulse.look()
+            beat = self._pulse.last(report.rank)
+            how = {
+                "code": report.code,
+                "signal": signal_name(report.signal) if report.signal else "",
+                "by_agent": self._ending,
+            }
+            at = {"step": beat.step, "phase": beat.phase, "switch": beat.switch}
+            self._log.write("rank_ended", **about, **how, error=report.words, **at)
+
+    def _name(self, rank: int) -> str:
+        halted = ", halted" if rank in self._ranks.halted else ""
+        return f"rank {rank} (process {self._ranks.pids.get(rank, 0)}{halted})"

@@ -1,0 +1,88 @@
+"""What a rank is told when it starts, and what its parent tells the agent. Values only; no torch."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from dynatrain.observe.run import RunFolder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankContext:
+    """A rank's place in its world: the one argument of a rank's entry function.
+
+    Attributes:
+        rank: number in the world.
+        local_rank: number on this node.
+        world_size: ranks in the world.
+        store_host: where the store listens.
+        store_port: its port.
+        store_prefix: prefix of all keys of this run and generation.
+        run: path of the run folder.
+        device: ``cpu`` or ``cuda:N``.
+        backend: ``gloo`` or ``nccl``.
+        generation: number of the world.
+        attempt: number of the run's agent: 0 for the first.
+        realtime: whether ranks run in the real-time scheduling class.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    store_host: str
+    store_port: int
+    store_prefix: str
+    run: str
+    device: str
+    backend: str
+    generation: int
+    attempt: int
+    realtime: bool
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run folder."""
+        return RunFolder(Path(self.run))
+
+    def to_json(self) -> str:
+        """As text; :meth:`from_json` reads it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """One message of the fork server to its agent.
+
+    Attributes:
+        kind: ``ready``; ``broken`` (it cannot fork; ``words`` say why); ``forked``, ``stopped``, ``continued``,
+            ``ended`` (of one rank).
+        rank: which rank; -1 for the server itself.
+        pid: its process.
+        code: exit code of an ended rank; 0 where a signal ended it.
+        signal: the signal that ended or stopped it; 0 for none.
+        words: the error text that a rank left, or empty.
+        spoken: when it left them, in seconds of the machine's monotonic clock.
+    """
+
+    kind: Literal["ready", "broken", "forked", "stopped", "continued", "ended"]
+    rank: int = -1
+    pid: int = 0
+    code: int = 0
+    signal: int = 0
+    words: str = ""
+    spoken: float = 0.0
+
+    def to_json(self) -> str:
+        """As text; :meth:`from_json` reads it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote."""
+        return cls(**json.loads(text))

@@ -1,0 +1,89 @@
+"""The face of this package for commands: run an agent in this process.
+
+No torch at the top: the fork server is started first, and both import torch at the same time.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from dynatrain.cluster.interrupts import Interrupts
+from dynatrain.cluster.place import Device, place_from, share
+from dynatrain.cluster.spawner import Spawner
+from dynatrain.observe.requests import Inbox
+from dynatrain.observe.run import RunFolder
+
+LIVENESS_SECONDS = 30.0
+
+
+def announce_on_stderr(line: str) -> None:
+    """Print a line for people where it does not mix with results."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def run_agent(
+    run: RunFolder,
+    entry: str,
+    world_size: int,
+    device: Device = "auto",
+    *,
+    liveness_seconds: float = LIVENESS_SECONDS,
+    announce: Callable[[str], None] = announce_on_stderr,
+) -> int:
+    """Start this node's ranks, watch them to their end, and leave no process behind. For the main thread.
+
+    Alone on a machine this process hosts all ranks. Under ``torchrun --nproc-per-node=1`` it is one agent of several,
+    and the run folder needs to be there on node 0 only.
+
+    Args:
+        run: the run's folder.
+        entry: ``package.module:function``; called in each rank with its
+            :class:`~dynatrain.cluster.context.RankContext`.
+        world_size: ranks of all nodes together.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        liveness_seconds: a rank without a sign of life for longer is lost.
+        announce: takes lines for people.
+
+    Returns:
+        0 where every rank ended with 0; 3 where the run failed; 130 or 143 after SIGINT or SIGTERM.
+
+    Raises:
+        ValueError: the user's mistake (``RunError``, ``PlaceError``): the folder is taken or not writable, or the
+            launch or the device is not possible. No rank was started.
+    """
+    # torch asks DNS for the name of every address it connects to, the loopback's too. Where no server answers, that
+    # would hold up each connection for 10 s; the answer is for torch's log only, and so may well be missing.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    place = place_from(os.environ)
+    share(world_size, place)
+    mark = None
+    if place.node == 0:
+        mark = run.claim()
+        Inbox(run.requests).close("asked before this agent began; no agent was there to take it")
+    code = 1
+    log = run.logs / "forkserver.log" if place.node == 0 else Path(os.devnull)
+    try:
+        with Interrupts() as interrupts, Spawner(entry, log) as spawner:
+            from dynatrain.cluster.agent import drive  # noqa: PLC0415 - torch, imported while the server does the same
+            from dynatrain.cluster.meeting import Job  # noqa: PLC0415 - the same
+
+            job = Job(
+                run=run,
+                attempt=mark.attempt if mark is not None else 0,
+                place=place,
+                world_size=world_size,
+                device=device,
+                liveness_seconds=liveness_seconds,
+                announce=announce,
+            )
+            code = drive(job, spawner, interrupts)
+    except ValueError:
+        code = 2
+        raise
+    finally:
+        if mark is not None:
+            Inbox(run.requests).close(f"the run has ended with code {code}")
+            run.release(mark, code)
+    return code

@@ -1,0 +1,47 @@
+"""The store in which a run meets. It lives in an agent, never in a training rank, and outlives any of them."""
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from dynatrain.cluster.context import RankContext
+
+_TIMEOUT = timedelta(seconds=20)
+
+
+def host_store() -> TCPStore:
+    """Start a store that this machine alone can reach, on a port that the kernel chooses.
+
+    The socket is bound before anyone is told its port: a port that is chosen first may be taken when it is used.
+    """
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        timeout=_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_store(host: str, port: int) -> TCPStore:
+    """Connect to a store that somebody else hosts."""
+    return TCPStore(host, port, is_master=False, timeout=_TIMEOUT, wait_for_workers=False)
+
+
+def prefix(nonce: str, generation: int) -> str:
+    """What every key of one world of one run begins with."""
+    return f"dynatrain/{nonce}/{generation}"
+
+
+def rank_stores(context: RankContext) -> tuple[Store, Store]:
+    """A rank's two connections: one for the board, one to make process groups with.
+
+    Two, because a process group waits inside the store for its peers, and whoever shares its connection waits with it:
+    the heart would stop.
+    """
+    board, groups = (join_store(context.store_host, context.store_port) for _ in range(2))
+    return PrefixStore(context.store_prefix, board), PrefixStore(f"{context.store_prefix}/groups", groups)

@@ -1,0 +1,49 @@
+"""Files that are there whole or not at all, whatever is killed when."""
+
+import os
+from pathlib import Path
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Put ``text`` at ``path``, in the place of what was there; readers see the old text or the new, never a part.
+
+    Raises:
+        OSError: the folder cannot be written; nothing has changed.
+    """
+    draft = _draft(path, text)
+    draft.replace(path)
+    _sync_folder(path.parent)
+
+
+def create_atomically(path: Path, text: str) -> None:
+    """Put ``text`` at ``path``, where nothing may be yet.
+
+    Raises:
+        FileExistsError: something is there; it is left as it was.
+        OSError: the folder cannot be written; nothing has changed.
+    """
+    draft = _draft(path, text)
+    try:
+        os.link(draft, path)
+    finally:
+        draft.unlink()
+    _sync_folder(path.parent)
+
+
+def _draft(path: Path, text: str) -> Path:
+    """The text under a name of this process's own, on the disk."""
+    draft = path.parent / f".{path.name}.{os.getpid()}.draft"
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return draft
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder as lasting as the files."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,121 @@
+"""What happened, one JSON object a line, for people and programs.
+
+Every line has ``time`` (seconds since 1970), ``kind``, ``generation`` (of the world), ``attempt`` (of the run: 0 for
+its first agent) and the fields of its kind. The kinds of ``events.jsonl``:
+
+==================  =========================================================================================
+``agent_started``   ``pid, node, nodes, host, world_size, device, backend, realtime, note``
+``ranks_started``   ``ranks, pids, seconds {server, fork}``: start to ready, then to all local ranks forked
+``rank_stopped``    ``rank, pid, signal``: halted by a signal, for example SIGSTOP; not an end yet
+``rank_continued``  ``rank, pid``
+``rank_ended``      ``rank, pid, code, signal, by_agent, error, step, phase, switch``: each end, also a good one
+``request``         ``id, verb, arguments, by``: taken from the run folder
+``answer``          ``id, outcome, message, switch``
+``signal``          ``signal, node``: the agent was asked to end
+``run_failed``      ``reason``: the first cause; the run ends with exit code 3
+``agent_ended``     ``exit, seconds``: nothing of the run is left on this node
+``switch``          ``switch, phase, ...``: one line for each phase of a switch, then one with its outcome
+==================  =========================================================================================
+
+The kinds of ``metrics.jsonl`` are ``step`` and ``validation``; their fields belong to the training loop.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Self
+
+KINDS = frozenset(
+    {
+        "agent_started",
+        "ranks_started",
+        "rank_stopped",
+        "rank_continued",
+        "rank_ended",
+        "request",
+        "answer",
+        "signal",
+        "run_failed",
+        "agent_ended",
+        "switch",
+        "step",
+        "validation",
+    }
+)
+"""All kinds of lines; the table above says what each tells."""
+
+
+class Log:
+    """Appends lines to one file, each with a single write, so that several processes can share it.
+
+    Args:
+        path: the file; made where it is missing.
+        generation: number of the world that writes.
+        attempt: number of the run's agent.
+    """
+
+    def __init__(self, path: Path, *, generation: int, attempt: int) -> None:
+        self._stamp = {"generation": generation, "attempt": attempt}
+        self._handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._handle).st_size
+        if size and os.pread(self._handle, 1, size - 1) != b"\n":
+            os.write(self._handle, b"\n")  # a writer was killed within its line: ours must not be glued to it
+
+    def write(self, kind: str, **fields: object) -> None:
+        """Append one line.
+
+        Raises:
+            LookupError: the table of kinds lacks this one; readers would not know it.
+        """
+        if kind not in KINDS:
+            raise LookupError(f"{kind!r} is not in the table of kinds in {__name__}")
+        record = {"time": time.time(), "kind": kind, **self._stamp, **fields}
+        os.write(self._handle, (json.dumps(record) + "\n").encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Tail:
+    """Reads a log while it grows.
+
+    A last line without its end is left for the next reading: its writer may still be at it. A line inside the file that
+    is no JSON object was torn by the death of its writer and is counted in :attr:`torn`.
+
+    Args:
+        path: the file; may not be there yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.torn = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """The records written since the last call, oldest first."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [record for line in whole.splitlines() if (record := self._parse(line)) is not None]
+
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            return record
+        self.torn += 1
+        return None
