@@ -46,6 +46,9 @@ def test_ctrl_c_stops_all_ranks_at_one_step_edge_and_nothing_is_left(tmp_path: P
         ports = listening([psutil.Process(run.process.pid), *below])
         assert set(pids) < {process.pid for process in below}
         assert ports
+        for process in below:  # as a scheduler does that signals all processes at once: the agent alone decides
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
         run.send(signal.SIGINT)
         code, said, seconds = run.end()
         assert (code, seconds < 5) == (130, True)
@@ -63,8 +66,6 @@ def test_ranks_and_helpers_that_ignore_sigterm_are_gone_within_5_seconds(tmp_pat
         until(lambda: all(run.run.log(rank).exists() and run.run.log(rank).read_text() for rank in range(2)))
         below = run.below()
         assert len(below) == 5  # the server, two ranks, two helpers
-        for process in below:
-            process.terminate()  # as a scheduler does that signals all processes at once
         run.send(signal.SIGTERM)
         code, _, seconds = run.end()
         assert (code, seconds < 5) == (143, True)

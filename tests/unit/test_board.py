@@ -102,27 +102,27 @@ def test_exactly_one_proposal_wins(connect) -> None:
 
 
 def test_ranks_at_different_edges_all_begin_the_switch_at_the_same_next_edge(connect) -> None:
-    """Threads as ranks, a barrier as the coupling of a training step, requests heard at random."""
-    world, barrier = 3, threading.Barrier(3)
+    """Threads as ranks, a barrier as the coupling of a training step; ranks become ready at random edges."""
+    for switch in range(1, 13):
+        step = threading.Barrier(3, timeout=5)
 
-    def act(board: Board, rank: int) -> int:
-        ready_at, edge, told = random.Random(rank + 7).randrange(1, 6), 0, False
-        while True:
-            barrier.wait()  # the step: nobody ends it before all have begun it
-            edge += 1
-            time.sleep(random.random() * 0.002)
-            if edge >= ready_at and not told:
-                board.ready(1, rank, edge)
-                told = True
-            go = board.go_edge(1) if told else None
-            if go is not None and go.edge <= edge:
-                assert go.edge == edge
-                barrier.wait()
-                board.done_with(1)
-                return edge
+        def act(board: Board, rank: int, switch: int = switch, step: threading.Barrier = step) -> int:
+            dice = random.Random(100 * switch + rank)
+            ready_at = dice.randrange(1, 4)
+            for edge in range(1, 10):
+                step.wait()  # nobody ends a step before all have begun it
+                time.sleep(dice.random() * 0.003)
+                if edge == ready_at:
+                    board.ready(switch, rank, edge)
+                go = board.go_edge(switch) if edge >= ready_at else None
+                if go is not None and go.edge <= edge:
+                    board.done_with(switch)
+                    return go.edge if go.edge == edge else -edge
+            return 0
 
-    found = together(world, connect, act)
-    assert len(set(found)) == 1
+        found = together(3, connect, act)
+        assert len(set(found)) == 1, found
+        assert found[0] > 1
     assert connect().num_keys() == 0
 
 
