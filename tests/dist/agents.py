@@ -90,7 +90,8 @@ def agent(
         before: what is put in front of the command, for example torchrun.
         env: more environment.
     """
-    command = [*(before or (sys.executable,)), str(MAIN), str(folder), f"tests.dist.toy:{entry}", str(ranks), str(liveness)]
+    what = (str(folder), f"tests.dist.toy:{entry}", str(ranks), str(liveness))
+    command = [*(before or (sys.executable,)), str(MAIN), *what]
     process = subprocess.Popen(command, cwd=ROOT, env=environment(**env), stderr=subprocess.PIPE, text=True)
     running = RunningAgent(process, RunFolder(folder))
     below: list[psutil.Process] = []

@@ -3,14 +3,17 @@
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.dist.agents import agent, gone, listening, open_ports, until
 
 from dynatrain.observe.requests import Answer, Request, submit, wait_answer
-from tests.dist.agents import agent, gone, listening, open_ports, until
+
+SEGMENTS = Path("/dev/shm")  # noqa: S108 - only looked at
 
 
 def test_a_run_whose_ranks_end_well_ends_with_0_and_tells_how_long_its_start_took(tmp_path: Path) -> None:
@@ -18,7 +21,7 @@ def test_a_run_whose_ranks_end_well_ends_with_0_and_tells_how_long_its_start_too
         code, said, _ = run.end()
         assert (code, "4 ranks on cpu (gloo)" in said) == (0, True)
         seconds = run.events("ranks_started")[0]["seconds"]
-        print("start-up", seconds)
+        sys.stdout.write(f"fork server ready and 4 ranks forked after: {seconds} s\n")
         assert seconds["fork"] < 1.0
         assert [end["code"] for end in run.events("rank_ended")] == [0] * 4
         assert run.run.agent().exit == 0
@@ -35,11 +38,11 @@ def test_a_rank_has_its_own_session_and_nothing_of_the_launchers_environment(tmp
             assert seen["sid"] == seen["pid"]
             assert seen["env"] == []
             assert (context["rank"], context["device"], context["backend"]) == (rank, "cpu", "gloo")
-            assert seen["class"] == (os.SCHED_RR if realtime else os.SCHED_OTHER)
+            assert seen["scheduling"] == (os.SCHED_RR if realtime else os.SCHED_OTHER)
 
 
 def test_ctrl_c_stops_all_ranks_at_one_step_edge_and_nothing_is_left(tmp_path: Path) -> None:
-    segments = set(os.listdir("/dev/shm"))
+    segments = set(SEGMENTS.iterdir())
     with agent(tmp_path / "run", "train") as run:
         pids = run.until_training()
         below = run.below()
@@ -55,7 +58,7 @@ def test_ctrl_c_stops_all_ranks_at_one_step_edge_and_nothing_is_left(tmp_path: P
         assert "stopping at the next step edge" in said
         assert gone(below, seconds=0)
         assert not ports & open_ports()
-        assert set(os.listdir("/dev/shm")) <= segments
+        assert set(SEGMENTS.iterdir()) <= segments
         edges = {json.loads(run.run.log(rank).read_text())["left_at"] for rank in range(2)}
         assert len(edges) == 1
         assert run.run.agent().exit == 130
@@ -87,7 +90,7 @@ def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
 
 def test_a_signal_before_the_ranks_are_there_ends_the_agent_too(tmp_path: Path) -> None:
     with agent(tmp_path / "run", "train") as run:
-        until(lambda: run.below())
+        until(run.below)
         run.send(signal.SIGINT)
         code, _, seconds = run.end()
         assert (code, seconds < 5) == (130, True)
@@ -218,4 +221,4 @@ def test_a_second_agent_on_the_same_run_is_refused_and_a_dead_one_is_followed(tm
         with agent(tmp_path / "run", "short", 1) as third:
             assert third.end()[0] == 0
             assert third.run.agent().attempt == 1
-            assert wait_answer(third.run.requests, "left", 0).outcome in ("failed",)
+            assert wait_answer(third.run.requests, "left", 0).outcome == "failed"

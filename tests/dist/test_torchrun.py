@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from tests.dist.agents import RunningAgent, agent, gone, until
 
 
@@ -36,7 +35,7 @@ def test_a_rank_lost_on_one_node_ends_the_agents_of_both_with_the_cause(tmp_path
     with ExitStack() as stack:
         first, second = _two_agents(stack, tmp_path / "run", "train", 3)
         pids = _until_training(first)
-        assert [event["ranks"] for event in sorted(first.events("ranks_started"), key=lambda e: e["ranks"])] == [[0, 1], [2]]
+        assert sorted(event["ranks"] for event in first.events("ranks_started")) == [[0, 1], [2]]
         below = first.below() + second.below()
         os.kill(pids[2], signal.SIGKILL)
         assert 0 not in (first.end()[0], second.end()[0])

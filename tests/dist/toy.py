@@ -14,7 +14,18 @@ from dynatrain.cluster.context import RankContext
 from dynatrain.cluster.seat import Seat, take_seat
 from dynatrain.observe.requests import Answer, Request
 
+HELPER = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("helper", flush=True)
+time.sleep(600)
+"""
 STEPS = 100_000  # until somebody stops it
+
+
+def _tell(**facts: object) -> None:
+    """One line in the rank's log."""
+    sys.stdout.write(json.dumps(facts) + "\n")
 
 
 def _join(seat: Seat) -> None:
@@ -45,7 +56,7 @@ def _loop(seat: Seat, steps: int) -> None:
         if go is not None and go.edge == step:
             board.answer(stop, Answer(outcome="done", message=f"at {step}").to_json())
             break
-    print(json.dumps({"left_at": step}), flush=True)
+    _tell(left_at=step)
     seat.heart.at(step=step, phase="end")
     dist.barrier()
 
@@ -86,8 +97,7 @@ def stubborn(context: RankContext) -> None:
     """Never looks at the board, ignores SIGTERM, and keeps a helper that does the same."""
     with take_seat(context):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('helper', flush=True); time.sleep(600)"
-        with subprocess.Popen([sys.executable, "-c", code]):
+        with subprocess.Popen([sys.executable, "-c", HELPER]):
             time.sleep(600)
 
 
@@ -96,7 +106,8 @@ def orphan_maker(context: RankContext) -> None:
     with take_seat(context):
         if context.rank == 0:
             helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-            print(json.dumps({"helper": helper.pid}), flush=True)
+            _tell(helper=helper.pid)
+            sys.stdout.flush()
             os._exit(9)
         time.sleep(600)
 
@@ -104,17 +115,12 @@ def orphan_maker(context: RankContext) -> None:
 def notices(context: RankContext) -> None:
     """Writes down what a rank's process is like."""
     with take_seat(context):
-        print(
-            json.dumps(
-                {
-                    "sid": os.getsid(0),
-                    "pid": os.getpid(),
-                    "class": os.sched_getscheduler(0),
-                    "env": [k for k in os.environ if k in {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}],
-                    "context": context.to_json(),
-                }
-            ),
-            flush=True,
+        _tell(
+            sid=os.getsid(0),
+            pid=os.getpid(),
+            scheduling=os.sched_getscheduler(0),
+            env=[k for k in os.environ if k in {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}],
+            context=context.to_json(),
         )
 
 
