@@ -109,6 +109,6 @@ class Spawner:
 
 def _environment() -> dict[str, str]:
     """The agent's environment without what would mislead ranks, and with what keeps the server at one thread."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER)}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER) and k not in _LAUNCHER_NAMES}
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {**kept, **dict.fromkeys(_THREADS, "1"), "PYTHONPATH": path}

@@ -1,0 +1,66 @@
+"""The same run under torchrun: two agents on one machine, over the loopback."""
+
+import os
+import signal
+import socket
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.dist.agents import RunningAgent, agent, gone, until
+
+
+def _two_agents(stack: ExitStack, folder: Path, entry: str, ranks: int) -> list[RunningAgent]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    before = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    address = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    return [
+        stack.enter_context(agent(folder, entry, ranks, 20.0, *before, *address, f"--node-rank={node}"))
+        for node in range(2)
+    ]
+
+
+def _until_training(run: RunningAgent) -> dict[int, int]:
+    """Process numbers of all ranks, once each has begun to train."""
+    started = until(lambda: len(found := run.events("ranks_started")) == 2 and found, 60)
+    pids = {rank: pid for event in started for rank, pid in zip(event["ranks"], event["pids"], strict=True)}
+    until(lambda: all(psutil.Process(pid).num_threads() > 3 for pid in pids.values()))
+    return pids
+
+
+def test_a_rank_lost_on_one_node_ends_the_agents_of_both_with_the_cause(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first, second = _two_agents(stack, tmp_path / "run", "train", 3)
+        pids = _until_training(first)
+        assert sorted(event["ranks"] for event in first.events("ranks_started")) == [[0, 1], [2]]
+        below = first.below() + second.below()
+        os.kill(pids[2], signal.SIGKILL)
+        assert 0 not in (first.end()[0], second.end()[0])
+        assert [event["exit"] for event in first.events("agent_ended")] == [3, 3]
+        reasons = [event["reason"] for event in first.events("run_failed")]
+        assert any(f"rank 2 (process {pids[2]}) was killed by SIGKILL" in reason for reason in reasons)
+        assert gone(below)
+
+
+@pytest.mark.sweep
+def test_sigterm_on_one_node_stops_the_ranks_of_both_at_one_step_edge(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first, second = _two_agents(stack, tmp_path / "run", "train", 3)
+        _until_training(first)
+        below = first.below() + second.below()
+        second.send(signal.SIGTERM)
+        for run in (first, second):
+            run.end()
+        assert [event["exit"] for event in first.events("agent_ended")] == [143, 143]
+        assert len({first.run.log(rank).read_text() for rank in range(3)}) == 1
+        assert gone(below)
+
+
+@pytest.mark.sweep
+def test_a_run_over_two_nodes_ends_well(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        runs = _two_agents(stack, tmp_path / "run", "short", 3)
+        assert [run.end(60)[0] for run in runs] == [0, 0]

@@ -1,0 +1,86 @@
+import socket
+
+import pytest
+
+from dynatrain.cluster.causes import first_cause, say_end
+from dynatrain.cluster.context import Report
+from dynatrain.cluster.place import Place, PlaceError, choose_device, place_from, share, wait_for_listener
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "job7",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "LOCAL_WORLD_SIZE": "1",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def place(node: int, nodes: int) -> Place:
+    return Place(node=node, nodes=nodes, host="h", port=1, nonce="s")
+
+
+def test_alone_the_agent_hosts_its_store_and_under_torchrun_it_never_does() -> None:
+    alone, again = place_from({"RANK": "3", "WORLD_SIZE": "8"}), place_from({})
+    assert alone.hosts_store
+    assert (alone.node, alone.nodes) == (0, 1)
+    assert alone.nonce != again.nonce
+    joined = place_from(TORCHRUN)
+    assert not joined.hosts_store
+    assert (joined.node, joined.nodes, joined.host, joined.port) == (1, 2, "10.0.0.1", 29500)
+    assert joined.nonce != place_from({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"}).nonce
+
+
+def test_a_launch_that_cannot_work_is_refused_with_all_its_problems() -> None:
+    with pytest.raises(PlaceError, match=r"--nproc-per-node=4.*use --nproc-per-node=1.*does not share its store"):
+        place_from({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "False"})
+
+
+@pytest.mark.parametrize(("world", "nodes"), [(4, 1), (4, 2), (5, 2), (7, 3), (3, 3)])
+def test_the_nodes_shares_are_even_and_cover_every_rank_once(world, nodes) -> None:
+    shares = [share(world, place(node, nodes)) for node in range(nodes)]
+    assert [rank for ranks in shares for rank in ranks] == list(range(world))
+    sizes = [len(ranks) for ranks in shares]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_more_nodes_than_ranks_are_refused() -> None:
+    with pytest.raises(PlaceError, match="2 ranks on 3 nodes"):
+        share(2, place(0, 3))
+    with pytest.raises(PlaceError, match="0 ranks on 1 nodes"):
+        share(0, place(0, 1))
+
+
+def test_cuda_is_chosen_only_where_every_rank_of_every_node_has_a_device() -> None:
+    assert choose_device("auto", {0: (4, 4), 1: (8, 4)}) == ("cuda", "")
+    assert choose_device("auto", {0: (0, 4)}) == ("cpu", "")
+    assert choose_device("cpu", {0: (4, 4)}) == ("cpu", "")
+    device, note = choose_device("auto", {0: (4, 4), 1: (0, 4)})
+    assert (device, "node 1 has 0 for 4" in note) == ("cpu", True)
+    with pytest.raises(PlaceError, match=r"node 0 has 1 for 4.*Nearest"):
+        choose_device("cuda", {0: (1, 4)})
+
+
+def test_an_address_where_nobody_listens_is_told_in_the_time_given() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        wait_for_listener("127.0.0.1", port, 1.0, lambda _: None)
+    with pytest.raises(PlaceError, match=rf"Nobody listens at 127\.0\.0\.1:{port} after 0\.1 s"):
+        wait_for_listener("127.0.0.1", port, 0.1, lambda _: None)
+
+
+def test_the_first_cause_is_who_died_without_words_and_else_who_spoke_first() -> None:
+    early = Report(kind="ended", rank=2, code=1, words="ValueError: planted", spoken=1.0)
+    late = Report(kind="ended", rank=0, code=1, words="RuntimeError: Connection closed by peer", spoken=1.01)
+    killed = Report(kind="ended", rank=3, signal=9)
+    left = Report(kind="ended", rank=3, code=7)
+    assert first_cause([late, early]) == early
+    assert first_cause([late, early, killed]) == killed
+    assert [say_end(end) for end in (early, killed, left)] == [
+        "raised ValueError: planted",
+        "was killed by SIGKILL",
+        "ended with code 7",
+    ]
