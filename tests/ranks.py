@@ -36,8 +36,8 @@ class World:
         return not missing
 
 
-def run(size, work, seconds=25):
-    """``work(world)`` in ``size`` forked processes; results, or None where a process died or hung."""
+def run(size, work, seconds=25, silent=()):
+    """``work(world)`` in ``size`` forked processes; results, or None where a process died, hung or is ``silent``."""
     context = multiprocessing.get_context("fork")
     ends = [context.Pipe(duplex=False) for _ in range(size)]
     ports = context.SimpleQueue()
@@ -63,9 +63,10 @@ def run(size, work, seconds=25):
         ports.put(server.port)
         end.close()
     deadline, found = time.monotonic() + seconds, []
-    for end, _ in ends:
+    for rank, (end, _) in enumerate(ends):
         try:
-            found.append(pickle.loads(end.recv_bytes()) if end.poll(max(0, deadline - time.monotonic())) else None)  # noqa: S301 - our own child
+            came = rank not in silent and end.poll(max(0, deadline - time.monotonic()))
+            found.append(pickle.loads(end.recv_bytes()) if came else None)  # noqa: S301 - our own child
         except EOFError:
             found.append(None)
     for process in processes:

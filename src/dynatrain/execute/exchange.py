@@ -16,13 +16,10 @@ import xxhash
 
 from dynatrain.execute.pieces import Pieces, Pool
 from dynatrain.execute.transport import Message, Pending, Transport
-from dynatrain.execute.wire import FAN, Bundle, Item, Part, Route, Wave, room
+from dynatrain.execute.wire import DEPTH, FAN, Bundle, Item, Part, Route, Wave, room
 from dynatrain.plan.plan import RankPlan
 from dynatrain.space.box import Box, within
 from dynatrain.space.tensor import Catalogue
-
-DEPTH = 2
-"""Waves in flight at once: the next one is packed while the last one travels."""
 
 
 class CorruptMove(RuntimeError):  # noqa: N818 - says what happened
@@ -42,7 +39,7 @@ class CorruptMove(RuntimeError):  # noqa: N818 - says what happened
 
 
 def staging_bound(routes: Sequence[Route]) -> int:
-    """Most bytes of staging memory that carrying ``routes`` out can take on their rank."""
+    """Most bytes of staging memory that carrying ``routes`` out can take on their rank: at most ``STAGING_BYTES``."""
     return 2 * DEPTH * FAN * _longest(routes)
 
 

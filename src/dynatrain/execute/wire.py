@@ -6,8 +6,8 @@ packed into *frames*, the messages. All of it follows from the moves alone, so t
 other stores its pieces.
 
 Frames travel in *waves*, so that staging memory is bounded: a wave takes one *bundle* of frames, at most
-:data:`BUNDLE_BYTES`, of each of at most :data:`FAN` peers each way. The wave of a bundle is ``(distance between the
-ranks // FAN, number of the bundle in its pair)``, which both ends compute alike, and each rank takes its waves in
+:data:`BUNDLE_BYTES`, of each of at most :data:`FAN` peers each way. The wave of a bundle is ``((distance between the
+ranks - 1) // FAN, number of the bundle in its pair)``, which both ends compute alike, and each rank takes its waves in
 ascending order. Among all unfinished waves the least one can always finish, because everybody in it has finished all
 lesser ones: hence no deadlock, whatever the moves are.
 """
@@ -17,17 +17,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from dynatrain.plan.plan import Granule, Move, RankPlan
+from dynatrain.plan.schedule import STAGING_BYTES
 from dynatrain.space.box import Box, volume
 from dynatrain.space.tensor import ITEMSIZE, Catalogue
-
-BUNDLE_BYTES = 4 << 20
-"""Most bytes that one pair has under way, in one direction, in one wave; hence also the longest message."""
 
 PACK_BYTES = 1 << 20
 """Parts shorter than this share a frame: below it the copy into a common buffer is cheaper than a message."""
 
 FAN = 3
 """Most peers, in each direction, that one wave talks to."""
+
+DEPTH = 2
+"""Waves in flight at once: the next one is packed while the last one travels."""
+
+BUNDLE_BYTES = STAGING_BYTES // (2 * DEPTH * FAN)
+"""Most bytes that one pair has under way, in one direction, in one wave; hence also the longest message. With it all
+staging buffers that can be in use at once fit into what the plan leaves to the execution."""
 
 
 @dataclass(frozen=True, slots=True)

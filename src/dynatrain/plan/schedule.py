@@ -23,8 +23,9 @@ from dynatrain.plan.storage import Storage
 from dynatrain.plan.table import Ints
 from dynatrain.space.tensor import Catalogue
 
-STAGING_BYTES = 1 << 20
-"""What a budget leaves to the execution, to pack boxes that are strided in local storage; pieces never use it."""
+STAGING_BYTES = 24 << 20
+"""What a budget leaves to the execution, to pack boxes that are strided in local storage; pieces never use it. Less
+would make messages so short that their latency shows."""
 
 
 def keep_schedule(catalogue: Catalogue, round_bytes: int) -> Schedule:
