@@ -70,5 +70,10 @@ def shard_like(template: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     shape = template._local_tensor.shape  # noqa: SLF001
     local = flat[: shape.numel()].view(shape)
     return DTensor.from_local(
-        local, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=template.stride()
+        local,
+        template.device_mesh,
+        template.placements,
+        run_check=False,
+        shape=template.shape,
+        stride=template.stride(),
     )

@@ -12,7 +12,7 @@ from dynatrain.plan.build import rank_plan, whole_plan
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.hashes import received_hash, sent_hash
 from dynatrain.plan.plan import RankPlan, Schedule
-from dynatrain.plan.schedule import default_budget, keep_schedule, predicted_peak, tight_schedule
+from dynatrain.plan.schedule import STAGING_BYTES, default_budget, keep_schedule, predicted_peak, tight_schedule
 from dynatrain.plan.storage import Storage, alike, storage
 from dynatrain.plan.summary import PlanSummary, summarise
 from dynatrain.space.ownership import Ownership
@@ -70,9 +70,7 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Bluepri
     verdict = judge_rank(catalogue, before, after, part, budget_bytes=budget)
     problems, coverage, summary = list(verdict.problems), verdict.coverage, None
     if party.rank == 0:
-        whole = whole_plan(
-            catalogue, before, after, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable
-        )
+        whole = whole_plan(catalogue, before, after, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable)
         all_ranks = judge_whole(catalogue, before, after, whole, budget_bytes=budget)
         problems += all_ranks.problems
         coverage = all_ranks.coverage
@@ -107,7 +105,7 @@ def may_adopt(old: World, after: Ownership) -> Callable[[int], bool]:
 
 
 def choose(party: Party, mode: str, old: World, table: Storage, free: list[int]) -> tuple[Schedule, int | None]:
-    """The rounds, and in ``tight`` the budget: ``keep`` where it fits every machine's free memory, if left to choose.
+    """The rounds, and in ``tight`` the room for pieces: ``keep`` where it fits every machine's free memory, if left to choose.
 
     Args:
         party: this rank.
@@ -115,6 +113,9 @@ def choose(party: Party, mode: str, old: World, table: Storage, free: list[int])
         old: the world that trains.
         table: bytes of every granule on every rank.
         free: free bytes that each rank sees.
+
+    Returns:
+        The schedule, and in ``tight`` the bytes above ``max(old, new)`` that pieces may take: the budget less staging.
     """
     keep = keep_schedule(old.catalogue, ROUND_BYTES)
     extra = predicted_peak(table, keep) - table.old
@@ -122,7 +123,7 @@ def choose(party: Party, mode: str, old: World, table: Storage, free: list[int])
     if mode == "keep" or (mode == "auto" and all(extra[rank] * sharing < FITS * free[rank] for rank in party.everyone)):
         return keep, None
     budget = party.budget or default_budget(table)
-    return tight_schedule(table, budget), budget
+    return tight_schedule(table, budget), budget - STAGING_BYTES
 
 
 def free_bytes(device: torch.device) -> int:

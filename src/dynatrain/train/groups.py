@@ -30,9 +30,7 @@ class GroupPool:
         timeout_seconds: of the training groups' operations.
     """
 
-    def __init__(
-        self, store: dist.Store, *, rank: int, generation: int, backend: str, timeout_seconds: float
-    ) -> None:
+    def __init__(self, store: dist.Store, *, rank: int, generation: int, backend: str, timeout_seconds: float) -> None:
         self.store = store
         self.rank = rank
         self.generation = generation

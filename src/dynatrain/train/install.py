@@ -33,7 +33,9 @@ def make_world(party: Party, layout: Layout, *, on_meta: bool) -> World:
     own = {id(entry.value) for entry in found.values()}
     foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if foreign:
-        raise UnplacedTensorError(f"build returned an optimizer over {foreign} parameter(s) that its model does not have")
+        raise UnplacedTensorError(
+            f"build returned an optimizer over {foreign} parameter(s) that its model does not have"
+        )
     return World(layout, mesh, parts, optimizer, found)
 
 
@@ -112,15 +114,15 @@ def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bind_optimizer(old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    of_optimizer = {
-        key for values in old.optimizer.state.values() for key in values
-    }
+    of_optimizer = {key for values in old.optimizer.state.values() for key in values}
     for name, entry in new.found.items():
         state = {}
         for key, value in by_name[name].items():
             if key in of_optimizer:
                 # AdamW keeps its step counter on the host unless it is capturable.
-                state[key] = value.cpu() if value.ndim == 0 and key == "step" else shard_like(entry.value, value.flatten())
+                state[key] = (
+                    value.cpu() if value.ndim == 0 and key == "step" else shard_like(entry.value, value.flatten())
+                )
         if state:
             new.optimizer.state[entry.value] = state
     names = [{id(entry.value): name for name, entry in world.found.items()} for world in (old, new)]
@@ -184,8 +186,10 @@ def _carry_hooks(party: Party, old: World, new: World) -> None:
                 there = {_name_of(hook) for hook in getattr(target, kind).values()}
                 for hook in getattr(module, kind).values():
                     if _is_users(hook) and _name_of(hook) not in there:
-                        register = target.register_forward_hook if kind == "_forward_hooks" else (
-                            target.register_forward_pre_hook
+                        register = (
+                            target.register_forward_hook
+                            if kind == "_forward_hooks"
+                            else (target.register_forward_pre_hook)
                         )
                         register(hook)
 

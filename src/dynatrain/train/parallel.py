@@ -48,7 +48,9 @@ class Precision:
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def build_part(shape: DecoderShape, layout: Layout, mesh: DeviceMesh, *, seed: int, precision: Precision) -> DecoderPart:
+def build_part(
+    shape: DecoderShape, layout: Layout, mesh: DeviceMesh, *, seed: int, precision: Precision
+) -> DecoderPart:
     """This rank's part of the decoder under ``layout``: on meta, cut by tp, wrapped by fsdp, reducing in the tree.
 
     Args:
@@ -62,9 +64,9 @@ def build_part(shape: DecoderShape, layout: Layout, mesh: DeviceMesh, *, seed: i
     layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
     streams = KeyedStream(seed=seed)
     with torch.device("meta"):
-        part = DecoderPart(
-            shape, layers, first=stage == 0, last=stage == layout.size("pp") - 1, streams=streams
-        ).to(master_dtype(precision.compute))
+        part = DecoderPart(shape, layers, first=stage == 0, last=stage == layout.size("pp") - 1, streams=streams).to(
+            master_dtype(precision.compute)
+        )
     if layout.size("tp") > 1:
         parallelize_module(part, mesh["tp"], tensor_plan(part, layout))
         part.tie()
@@ -101,8 +103,8 @@ def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
 
 def _shard(part: DecoderPart, layout: Layout, mesh: DeviceMesh, precision: Precision) -> None:
     gathered_between = layout.zero == 3
-    tied_here = part.embed_tokens is not None and part.lm_head is not None and (
-        part.lm_head.weight is part.embed_tokens.weight
+    tied_here = (
+        part.embed_tokens is not None and part.lm_head is not None and (part.lm_head.weight is part.embed_tokens.weight)
     )
     units: list[nn.Module | list[nn.Module]] = list(part.layers.values())
     if not tied_here:

@@ -248,9 +248,7 @@ class Switcher:
         due = sorted(at for at in self._schedule if at - LEAD_STEPS <= self.step)
         if due:
             at = due[0]
-            self._asked.append(
-                Order(number=0, layout=self._schedule.pop(at), mode=self._mode, at=at, by="schedule")
-            )
+            self._asked.append(Order(number=0, layout=self._schedule.pop(at), mode=self._mode, at=at, by="schedule"))
         while (news := self._party.board.news()) > self._seen:
             del news
             text = self._party.board.read(self._seen)
@@ -380,5 +378,3 @@ def _order_of(record: Mapping[str, Any], request: int, mode: str) -> Order:
         request=request,
         request_id=record.get("id", ""),
     )
-
-

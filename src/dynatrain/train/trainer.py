@@ -196,9 +196,7 @@ class _Bound:
     def micro_batches(self, data: Data, ids: np.ndarray) -> tuple[list[MicroBatch], int]:
         """This rank's micro-batches, and the number of targets in the whole global batch."""
         size, data_ranks = self.job.micro_sequences, self.layout.data_ranks
-        mine = my_indices(
-            self.job.num_micro_batches, data_ranks, self.at.dp * self.layout.size("fsdp") + self.at.fsdp
-        )
+        mine = my_indices(self.job.num_micro_batches, data_ranks, self.at.dp * self.layout.size("fsdp") + self.at.fsdp)
         device = self.world.mesh.device_type
         made = []
         for index in mine:
@@ -219,9 +217,7 @@ class _Bound:
         if self.at.tp != 0:
             losses.zero_()  # tp ranks share the micro-batches of their data rank: one of them tells
         self._reduce_tied()
-        return step_totals(
-            losses, self._counted, self._slots, dist.group.WORLD, exact=self.job.optimizer.exact_norm
-        )
+        return step_totals(losses, self._counted, self._slots, dist.group.WORLD, exact=self.job.optimizer.exact_norm)
 
     def _reduce_tied(self) -> None:
         """Add up the gradients of a tensor that two stages hold: equal slices, exchanged by the two holders."""
@@ -230,9 +226,7 @@ class _Bound:
             grad = local_tensor(param.grad)
             theirs = torch.empty_like(grad)
             other = next(stage for stage in stages if stage != self.at.pp)
-            peer = self.layout.rank_at(
-                Coordinates(pp=other, dp=self.at.dp, fsdp=self.at.fsdp, tp=self.at.tp)
-            )
+            peer = self.layout.rank_at(Coordinates(pp=other, dp=self.at.dp, fsdp=self.at.fsdp, tp=self.at.tp))
             works = [dist.irecv(theirs, peer, group=group), dist.isend(grad, peer, group=group)]
             for work in works:
                 work.wait()

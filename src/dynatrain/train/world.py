@@ -97,8 +97,9 @@ def is_scheduler(thing: object) -> bool:
     return isinstance(thing, torch.optim.lr_scheduler.LRScheduler)
 
 
-def carry_groups(old: torch.optim.Optimizer, new: torch.optim.Optimizer, old_names: Mapping[int, str],
-                 new_names: Mapping[int, str]) -> None:
+def carry_groups(
+    old: torch.optim.Optimizer, new: torch.optim.Optimizer, old_names: Mapping[int, str], new_names: Mapping[int, str]
+) -> None:
     """Give the new optimizer's groups the options of the old one's: learning rates, betas, what the user changed.
 
     Groups are matched by their place, which one ``build`` gives to all layouts; empty groups count. A parameter that
@@ -120,10 +121,10 @@ def carry_groups(old: torch.optim.Optimizer, new: torch.optim.Optimizer, old_nam
         )
     place = {old_names[id(p)]: number for number, group in enumerate(old.param_groups) for p in group["params"]}
     for number, group in enumerate(new.param_groups):
-        strangers = [
-            new_names[id(p)] for p in group["params"] if place.get(new_names[id(p)], number) != number
-        ]
+        strangers = [new_names[id(p)] for p in group["params"] if place.get(new_names[id(p)], number) != number]
         if strangers:
-            raise ValueError(f"build moved {', '.join(strangers)} to parameter group {number}; keep groups as they were")
+            raise ValueError(
+                f"build moved {', '.join(strangers)} to parameter group {number}; keep groups as they were"
+            )
         mechanics = ("params", "foreach", "fused")  # how to compute, which is the layout's business
         group |= {key: value for key, value in old.param_groups[number].items() if key not in mechanics}
