@@ -100,8 +100,8 @@ class Switching(Section):
     """Keep the old state to the commit; hand it over tensor by tensor; or keep it where it fits, else hand it over."""
     deadline_seconds: Positive = 60.0
     """Longest time of one phase, in seconds; then the late ranks are named and the switch is given up."""
-    budget_mib: Count = 64
-    """Memory of a rank beyond its old and new state, in MiB."""
+    budget_mib: WholeNumber = 0
+    """Memory of a rank in mode tight beyond the larger of its old and its new state, in MiB; 0 for what suffices."""
 
 
 class Switch(Section):

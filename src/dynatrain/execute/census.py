@@ -47,7 +47,7 @@ class DigestReport:
 
     Attributes:
         equal: every copy after is the first copy before, and all copies before were equal.
-        before: digest of everything, as hex.
+        before: digest of each kind of state, as 16 hexadecimal digits.
         after: likewise; computed without sight of ``before``.
         groups: granules with more than one copy, before and after counted apart.
         checked: copies in them.
@@ -56,8 +56,8 @@ class DigestReport:
     """
 
     equal: bool
-    before: str
-    after: str
+    before: Mapping[str, str]
+    after: Mapping[str, str]
     groups: int
     checked: int
     unequal: tuple[tuple[str, str, int], ...]
@@ -130,8 +130,8 @@ def compare(
     groups = [copies for copies in (*was, *now) if len(copies) > 1]
     return DigestReport(
         equal=not unequal and not differing,
-        before=_total(was),
-        after=_total(now),
+        before=_by_kind(was, catalogue, old, new),
+        after=_by_kind(now, catalogue, new, new),
         groups=len(groups),
         checked=sum(len(copies) for copies in groups),
         unequal=tuple(unequal),
@@ -177,11 +177,14 @@ def _tables(vector: torch.Tensor, catalogue: Catalogue, ownership: Ownership, cu
     ]
 
 
-def _total(tables: list[list[list[int]]]) -> str:
-    """One digest of everything: over the digests of all granules in catalogue order, each distinct copy once."""
-    found = hashlib.blake2b(digest_size=16)
-    for copies in tables:
+def _by_kind(
+    tables: list[list[list[int]]], catalogue: Catalogue, ownership: Ownership, cut: Ownership
+) -> dict[str, str]:
+    """One digest per kind of state: over the digests of its granules in catalogue order, each distinct copy once."""
+    found: dict[str, hashlib.blake2b] = {}
+    for ((tensor, state), _, _), copies in zip(_walk(catalogue, ownership, cut), tables, strict=True):
+        kind = found.setdefault(catalogue[tensor].states[state].name, hashlib.blake2b(digest_size=8))
         for value in sorted({sum(row) % MODULUS for row in copies}):
-            found.update(value.to_bytes(8, "little"))
-        found.update(b"/")
-    return found.hexdigest()
+            kind.update(value.to_bytes(8, "little"))
+        kind.update(b"/")
+    return {name: digest.hexdigest() for name, digest in found.items()}

@@ -54,7 +54,7 @@ def tree_all_reduce(group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
         padded[: flat.numel()] = flat
         received = torch.empty_like(padded)
         dist.all_to_all_single(received, padded, group=group)
-        dist.all_gather_into_tensor(padded, tree_sum(received.view(n, size)), group=group)
+        dist.all_gather_single(padded, tree_sum(received.view(n, size)), group=group)
         flat.copy_(padded[: flat.numel()])
 
     return hook

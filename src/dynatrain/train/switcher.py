@@ -8,6 +8,7 @@ The loop asks ``sw`` for its handles in each step; what it kept from before a sw
 trainer is an ordinary user of this class.
 """
 
+import functools
 import gc
 import json
 import time
@@ -61,6 +62,7 @@ class Switcher:
         board: where ranks agree; made over the default group's store where it is None.
         store: for process groups; likewise.
         recorder: writes events and certificates; None writes nothing.
+        legal: reads a layout's text and refuses what the model does not allow; None checks the world size alone.
         **more: further attributes of :class:`dynatrain.train.party.Party`.
 
     Raises:
@@ -83,6 +85,7 @@ class Switcher:
         board: Board | None = None,
         store: dist.Store | None = None,
         recorder: Recorder | None = None,
+        legal: Callable[[str], Layout] | None = None,
         device: torch.device | None = None,
         **more: Any,
     ) -> None:
@@ -112,6 +115,7 @@ class Switcher:
             **more,
         )
         self._mode = mode
+        self._read = legal or (lambda text: _whole_world(text, world_size))
         self._schedule = dict(schedule or {})
         self._recorder = recorder
         self._asked: list[Order] = []
@@ -126,7 +130,7 @@ class Switcher:
         self._step_ended = time.perf_counter()
         self.step = 0
         self.stopped = False
-        self._world = self._first_world(_whole_world(layout, world_size), given, initial)
+        self._world = self._first_world(self._read(layout), given, initial)
         self._wrap_optimizer(self._world)
 
     # The handles.
@@ -202,6 +206,7 @@ class Switcher:
         """The first step after a switch decides it; where it is taken back, that step does nothing."""
         original = world.optimizer.step
 
+        @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._settling:
                 self._settle()
@@ -235,7 +240,7 @@ class Switcher:
         self._turn += 1
         board.leave(topic)
         order = Order(**found)
-        target = self._world.layout if order.verb == "stop" else _whole_world(order.layout, self._party.world_size)
+        target = self._world.layout if order.verb == "stop" else self._read(order.layout)
         self._attempt = Attempt(self._party, order, target, self._world)
         self._told_ready = False
         if self._recorder:
@@ -267,7 +272,7 @@ class Switcher:
         if order.verb == "stop":
             return None
         try:
-            target = _whole_world(order.layout, self._party.world_size)
+            target = self._read(order.layout)
         except LayoutError as error:
             return "refused", str(error)
         if target == self._world.layout:
@@ -363,7 +368,9 @@ def _whole_world(text: str, world_size: int) -> Layout:
     """The layout of ``text``, which must use every rank."""
     layout = parse_layout(text)
     if layout.world_size != world_size:
-        raise LayoutError((f"{text} is a layout of {layout.world_size} ranks, the world has {world_size}",), ())
+        raise LayoutError(
+            f"{text} cannot be used here", (f"it is a layout of {layout.world_size} ranks, the world has {world_size}",)
+        )
     return layout
 
 

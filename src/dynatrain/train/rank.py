@@ -1,0 +1,162 @@
+"""The life of a training rank under dynatrain's agent: from its run folder to its last step."""
+
+import os
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dynatrain.cluster.context import RankContext
+from dynatrain.cluster.seat import Seat, take_seat
+from dynatrain.config.load import load_config
+from dynatrain.data.prepare import open_samples
+from dynatrain.data.samples import Samples
+from dynatrain.layout.layout import Layout
+from dynatrain.layout.legality import check
+from dynatrain.layout.resolve import resolve
+from dynatrain.layout.text import parse_layout, print_layout
+from dynatrain.models.decoder import canonical_name
+from dynatrain.observe.log import Log
+from dynatrain.space.run_check import CheckedRun, check_run
+from dynatrain.train.optimizer import OptimizerSettings
+from dynatrain.train.parallel import Precision
+from dynatrain.train.probe import probe
+from dynatrain.train.record import Recorder
+from dynatrain.train.switcher import Switcher
+from dynatrain.train.trainer import Job, StepResult, Trainer
+
+PROBE_BYTES = 32 << 20
+"""More than caches hold, little enough to take a moment at the start."""
+
+
+def main(context: RankContext) -> None:
+    """The rank's entry function."""
+    torch.set_num_threads(1)
+    # DTensor and FSDP2 warn at every new module of what they do on purpose here; said once in the docs, not per step.
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    with take_seat(context) as seat:
+        checked = check_run(load_config(context.folder.config, []).config)
+        device = torch.device(context.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        elif context.store_host == "127.0.0.1":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            context.backend,
+            store=dist.PrefixStore("default", seat.store),
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=timedelta(minutes=30),
+        )
+        samples, _ = open_samples(context.folder.path, checked.config.data.sequence)
+        _train(seat, checked, samples, device)
+        dist.barrier()
+
+
+def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.device) -> None:
+    context, config = seat.context, checked.config
+    job = job_of(checked)
+    recorder = Recorder(
+        context.folder,
+        seat.board,
+        rank=context.rank,
+        generation=context.generation,
+        attempt=context.attempt,
+        rates=probe(dist.group.WORLD, device, nbytes=PROBE_BYTES, repeats=3),
+    )
+    progress = _Progress(seat)
+    switcher = Switcher(
+        job.build,
+        layout=print_layout(checked.layout),
+        state={"schedule": job.scheduler},
+        initial=job.initial,
+        names=canonical_name,
+        mode=config.switching.mode,
+        deadline=config.switching.deadline_seconds,
+        budget=config.switching.budget_mib << 20,
+        schedule={step: print_layout(layout) for step, layout in checked.switches},
+        board=seat.board,
+        store=seat.store,
+        recorder=recorder,
+        legal=lambda text: legal_layout(checked, text, context.world_size),
+        device=device,
+        hook=progress.phase,
+    )
+    with Log(context.folder.metrics, generation=context.generation, attempt=context.attempt) as log:
+
+        def after_step(result: StepResult) -> None:
+            progress.step(result.step)
+            if context.rank == 0:
+                log.write(
+                    "step",
+                    step=result.step,
+                    loss=result.loss,
+                    grad_norm=result.grad_norm,
+                    lr=result.lr,
+                    tokens=result.tokens,
+                    tokens_per_second=result.tokens / result.seconds,
+                    seconds=result.seconds,
+                    layout=print_layout(switcher.layout),
+                    samples=result.ids.tolist(),
+                )
+
+        Trainer(job, samples, switcher, after_step).run(config.steps)
+
+
+class _Progress:
+    """Tells the agent what this rank is at, from whichever thread."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._step = 0
+
+    def step(self, step: int) -> None:
+        """A step has ended."""
+        self._step = step
+        self._seat.heart.at(step=step, phase="train")
+
+    def phase(self, phase: str, _round: int) -> None:
+        """A phase of a switch, or an event within it, begins."""
+        self._seat.heart.at(step=self._step, phase=phase)
+
+
+def job_of(checked: CheckedRun) -> Job:
+    """The job that a checked configuration describes."""
+    config = checked.config
+    return Job(
+        shape=checked.shape,
+        seed=config.seed,
+        precision=Precision(compute=config.precision.compute),
+        optimizer=OptimizerSettings(
+            lr=config.optimizer.lr,
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            weight_decay=config.optimizer.weight_decay,
+            warmup_steps=config.optimizer.warmup_steps,
+            total_steps=config.steps,
+            min_lr_ratio=config.optimizer.min_lr_ratio,
+            clip_norm=config.optimizer.clip_norm,
+            exact_norm=config.optimizer.exact_norm,
+        ),
+        global_sequences=config.batch.global_sequences,
+        micro_sequences=config.batch.micro_sequences,
+        schedule=config.pipeline.schedule,
+    )
+
+
+def legal_layout(checked: CheckedRun, text: str, world_size: int) -> Layout:
+    """A layout that this run can have, its pipeline split resolved.
+
+    Raises:
+        LayoutError: every rule that it breaks, and the nearest legal layouts.
+    """
+    layout = parse_layout(text)
+    check(
+        layout,
+        checked.shape.limits(),
+        world_size=world_size,
+        num_microbatches=checked.num_microbatches,
+        sequence=checked.config.data.sequence,
+    )
+    return resolve(layout, checked.shape.num_hidden_layers)
