@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from dynatrain.data.order import batch_ids
 from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Coordinates, Layout
-from dynatrain.models.decoder import DecoderPart, canonical_name
+from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.initial import initial_box, initial_rule
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.train.adopt import adopt
