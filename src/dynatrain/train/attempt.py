@@ -190,7 +190,7 @@ class Attempt:
             quiesce(self.old)
             now, planned = self.old.states(), {tensor.name: tensor.states for tensor in self.old.catalogue}
             if changed := sorted(name for name, states in now.items() if planned[name] != states):
-                raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")
+                error = f"the states of {', '.join(changed)} are not those at the start"
             self._old_pieces = self.old.pieces(self.party.rank, self.party.device)
             if self._schedule.mode == "tight":
                 self._before = self._digest(self._old_pieces, self.old)

@@ -105,7 +105,7 @@ def may_adopt(old: World, after: Ownership) -> Callable[[int], bool]:
 
 
 def choose(party: Party, mode: str, old: World, table: Storage, free: list[int]) -> tuple[Schedule, int | None]:
-    """The rounds, and in ``tight`` the room for pieces: ``keep`` where it fits every machine's free memory, if left to choose.
+    """The rounds, and in ``tight`` the room for pieces; left to choose, ``keep`` where every machine has the memory.
 
     Args:
         party: this rank.

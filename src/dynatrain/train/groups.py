@@ -3,10 +3,10 @@
 Moves, checks and control never share a group with training, so that a failed move is torn down alone.
 """
 
-import datetime
 import itertools
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ class GroupPool:
                     list(members),
                     backend or self.backend,
                     self.store,
-                    datetime.timedelta(seconds=timeout_seconds or self.timeout_seconds),
+                    timedelta(seconds=timeout_seconds or self.timeout_seconds),
                 )
             return self._groups[key]
 

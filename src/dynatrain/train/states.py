@@ -159,7 +159,7 @@ def replace_leaves(state_dict: dict[str, Any], old: list[Leaf], new: list[Leaf])
 def catalogue_states(
     found: Mapping[str, Entry], optimizer: Mapping[str, Mapping[str, Any]], object_leaves: list[Leaf]
 ) -> dict[str, tuple[State, ...]]:
-    """The states of each tensor, value first, then the optimizer's, then the registered objects'; equal on all ranks."""
+    """The states of each tensor: value, then the optimizer's, then the registered objects'; equal on all ranks."""
     result = {}
     for name, entry in found.items():
         states = [State(entry.kind, _dtype(entry.value))]

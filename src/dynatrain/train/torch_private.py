@@ -3,8 +3,8 @@
 Checked with torch 2.13. A function here that fails after an upgrade says by its name what the project relies on.
 """
 
-import datetime
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 
 def named_group(
-    name: str, members: Sequence[int], backend: str, store: dist.Store, timeout: datetime.timedelta
+    name: str, members: Sequence[int], backend: str, store: dist.Store, timeout: timedelta
 ) -> dist.ProcessGroup:
     """A process group under an explicit name, registered so that ``DeviceMesh.from_group`` accepts it.
 
@@ -85,7 +85,7 @@ def adopt_padded(module: nn.Module, flat: dict[str, torch.Tensor]) -> None:
     by_id = {id(param.sharded_param): param for param in _fsdp_params(module)}
     for name, param in module.named_parameters(remove_duplicate=False):
         if id(param) in by_id:
-            by_id[id(param)]._sharded_param_data = flat[name]
+            by_id[id(param)]._sharded_param_data = flat[name]  # noqa: SLF001
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
