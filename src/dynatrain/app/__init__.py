@@ -1,1 +1,1 @@
-"""The command line. Decides nothing; starts without importing torch."""
+"""The command line: it reads words, asks the packages below, and prints. Nothing here decides; starts without torch."""

@@ -23,6 +23,9 @@ from dynatrain.plan.storage import Storage
 from dynatrain.plan.table import Ints
 from dynatrain.space.tensor import Catalogue
 
+ROUND_BYTES = 1 << 28
+"""Bytes of whole tensors that travel in one round of ``keep``; what it bounds is staging memory."""
+
 STAGING_BYTES = 24 << 20
 """What a budget leaves to the execution, to pack boxes that are strided in local storage; pieces never use it. Less
 would make messages so short that their latency shows."""

@@ -1,0 +1,36 @@
+"""Asking a running run for something: one record, one answer."""
+
+import time
+from collections.abc import Mapping
+
+from dynatrain.app.mistake import MistakeError
+from dynatrain.observe.requests import Answer, Request, new_id, submit, wait_answer
+from dynatrain.observe.run import RunFolder
+
+CODES = {"done": 0, "unchanged": 0, "refused": 2, "aborted": 3, "failed": 3}
+"""Exit code of each outcome. Aborted is 3: the run goes on, but what was asked for did not happen."""
+
+
+def ask(run: RunFolder, verb: str, arguments: Mapping[str, str], timeout: float) -> tuple[str, Answer]:
+    """Write a request and wait for its answer; gives the request's id and the answer.
+
+    Args:
+        run: whom.
+        verb: what for.
+        arguments: of the verb.
+        timeout: seconds; after them the request is void, and a run that has not taken it never will.
+
+    Raises:
+        MistakeError: nobody is there to answer, or nobody did in time.
+    """
+    if timeout <= 0:
+        raise MistakeError(f"--timeout is {timeout:g}; seconds, above 0.")
+    mark = run.agent()
+    if mark is None or mark.liveness() in {"ended", "gone"}:
+        raise MistakeError(f"Run {run.name} is not running; see dynatrain status {run.name}.")
+    request = Request(id=new_id(), verb=verb, arguments=dict(arguments), deadline=time.time() + timeout)
+    submit(run.requests, request)
+    answer = wait_answer(run.requests, request.id, timeout)
+    if answer is None:
+        answer = Answer(outcome="failed", message=f"no answer within {timeout:g} s; see dynatrain events {run.name}")
+    return request.id, answer

@@ -1,0 +1,58 @@
+"""``dynatrain status [RUN]``."""
+
+import time
+
+from dynatrain.app.cli import Run, call
+from dynatrain.app.output import emit, say
+from dynatrain.app.progress import step_text
+from dynatrain.app.runs import Progress, certificates, find_run
+from dynatrain.observe.run import AgentMark
+
+
+def run(words: list[str]) -> int:
+    """The command."""
+    return call(status, words)
+
+
+def status(run: Run = "", /, *, json: bool = False) -> int:
+    """What a run is doing.
+
+    Args:
+        run: name or folder; by default the newest.
+        json: print one JSON object.
+    """
+    folder = find_run(run)
+    mark, progress = folder.agent(), Progress.of(folder)
+    last = progress.last
+    age = round(time.time() - last["time"], 1) if last else None
+    if json:
+        emit(
+            {
+                "run": str(folder.path),
+                "agent": mark.liveness() if mark else "none",
+                "exit": mark.exit if mark else None,
+                "steps": progress.steps,
+                "last": last,
+                "age_seconds": age,
+                "switches": len(certificates(folder)),
+            }
+        )
+        return 0
+    say(f"{folder.name}: {_state(mark)}")
+    if last:
+        say(f"  {step_text(last, progress.steps)}  ({age:,.0f} s ago)")
+    if records := certificates(folder):
+        committed = sum(record["outcome"] == "committed" for record in records)
+        say(f"  {len(records)} switches, {committed} committed; dynatrain history {folder.name} lists them")
+    return 0
+
+
+def _state(mark: AgentMark | None) -> str:
+    if mark is None:
+        return "was never started"
+    return {
+        "alive": f"running (process {mark.pid})",
+        "ended": f"ended with code {mark.exit}",
+        "gone": f"its agent, process {mark.pid}, was killed",
+        "elsewhere": f"driven by process {mark.pid} on {mark.host}; whether it runs can be seen there only",
+    }[mark.liveness()]

@@ -1,0 +1,35 @@
+"""``dynatrain stop [RUN]``."""
+
+from dynatrain.app.ask import CODES, ask
+from dynatrain.app.cli import Run, call
+from dynatrain.app.output import emit, say
+from dynatrain.app.runs import find_run
+from dynatrain.observe.requests import Answer
+
+
+def run(words: list[str]) -> int:
+    """The command."""
+    return call(stop, words)
+
+
+def stop(run: Run = "", /, *, timeout: float = 60.0, json: bool = False) -> int:
+    """End a running run at its next step edge, and wait until it has taken the request.
+
+    Exit codes: 0 it stops, or had ended before; 3 it did not answer in time.
+
+    Args:
+        run: name or folder; by default the newest.
+        timeout: seconds to wait for the answer.
+        json: print one JSON object.
+    """
+    folder = find_run(run)
+    mark = folder.agent()
+    if mark is not None and mark.liveness() in {"ended", "gone"}:
+        request, answer = "", Answer(outcome="unchanged", message="the run had ended before")
+    else:
+        request, answer = ask(folder, "stop", {}, timeout)
+    if json:
+        emit({"run": str(folder.path), "id": request, "outcome": answer.outcome, "message": answer.message})
+    else:
+        say(f"{folder.name}: {answer.outcome}{f', {answer.message}' if answer.message else ''}")
+    return CODES[answer.outcome]

@@ -1,0 +1,206 @@
+"""A change of layout planned offline: what ``plan``, ``switch --dry-run`` and ``check`` have in common."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dynatrain.app.mistake import MistakeError, all_of
+from dynatrain.judge.judge import judge_whole
+from dynatrain.judge.verdict import Verdict
+from dynatrain.layout.layout import Layout
+from dynatrain.layout.legality import ModelLimits, check, problems
+from dynatrain.layout.resolve import resolve
+from dynatrain.layout.text import print_layout
+from dynatrain.plan.build import Adoptable, rank_plan, whole_plan
+from dynatrain.plan.plan import RankPlan, Schedule
+from dynatrain.plan.record import PlanRecord, record_of
+from dynatrain.plan.schedule import ROUND_BYTES, STAGING_BYTES, default_budget, keep_schedule, tight_schedule
+from dynatrain.plan.storage import Storage, alike, storage
+from dynatrain.plan.summary import PlanSummary, summarise
+from dynatrain.plan.table import WholePlan
+from dynatrain.space.decoder import DecoderShape, catalogue
+from dynatrain.space.ownership import Ownership, declared
+from dynatrain.space.tensor import Catalogue
+
+Result = TypeVar("Result")
+
+
+def timed(work: Callable[[], Result]) -> tuple[Result, float]:
+    """The result of ``work``, and the seconds that it took."""
+    began = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - began
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Change:
+    """A change of layout.
+
+    Attributes:
+        catalogue: the tensors.
+        old: the ownership before.
+        new: the ownership after.
+        mode: ``keep`` or ``tight``.
+        budget_bytes: bytes above ``max(old, new)`` that a rank may hold in ``tight``, staging included; 0 in ``keep``.
+        ranks_per_node: as for the planner.
+        storage: bytes of every granule on every rank.
+        schedule: the rounds.
+        adoptable: which equal boxes may keep their storage.
+    """
+
+    catalogue: Catalogue
+    old: Ownership
+    new: Ownership
+    mode: str
+    budget_bytes: int
+    ranks_per_node: int | None
+    storage: Storage
+    schedule: Schedule
+    adoptable: Adoptable
+
+    @property
+    def layouts(self) -> tuple[str, str]:
+        """The texts of both layouts."""
+        return print_layout(self.old.layout), print_layout(self.new.layout)
+
+    def part(self, rank: int) -> RankPlan:
+        """What one rank does."""
+        return rank_plan(
+            self.catalogue,
+            self.old,
+            self.new,
+            rank,
+            self.schedule,
+            ranks_per_node=self.ranks_per_node,
+            adoptable=self.adoptable,
+        )
+
+    def whole(self) -> WholePlan:
+        """What all ranks do."""
+        return whole_plan(
+            self.catalogue,
+            self.old,
+            self.new,
+            self.schedule,
+            ranks_per_node=self.ranks_per_node,
+            adoptable=self.adoptable,
+        )
+
+    def summary(self, plan: WholePlan) -> PlanSummary:
+        """The numbers of :meth:`whole`."""
+        return summarise(self.catalogue, self.old, self.new, plan, self.storage, ranks_per_node=self.ranks_per_node)
+
+    def verdict(self, plan: WholePlan) -> Verdict:
+        """What the judge says of :meth:`whole`."""
+        room = self.budget_bytes - STAGING_BYTES if self.mode == "tight" else None
+        return judge_whole(self.catalogue, self.old, self.new, plan, budget_bytes=room)
+
+    def record(self, plan: WholePlan, summary: PlanSummary) -> PlanRecord:
+        """What a run writes down of :meth:`whole`."""
+        return record_of(
+            self.catalogue,
+            self.old,
+            self.new,
+            plan,
+            summary,
+            budget_bytes=self.budget_bytes,
+            ranks_per_node=self.ranks_per_node,
+            adoptable=self.adoptable,
+        )
+
+
+def change(
+    tensors: Catalogue,
+    old: Ownership,
+    new: Ownership,
+    *,
+    mode: str,
+    budget_bytes: int = 0,
+    ranks_per_node: int | None = None,
+    adoptable: Adoptable | None = None,
+) -> Change:
+    """Plan a change of ownership.
+
+    Args:
+        tensors: the catalogue.
+        old: the ownership before.
+        new: the ownership after.
+        mode: ``keep`` or ``tight``.
+        budget_bytes: for ``tight``; 0 for the planner's own choice.
+        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; None puts all ranks on one node.
+        adoptable: which equal boxes may keep their storage; by default those that are padded alike.
+
+    Raises:
+        PlanError: ``tight`` has no order that fits into the budget.
+    """
+    adoptable = adoptable or alike(tensors, old, new)
+    held = storage(tensors, old, new, adoptable=adoptable)
+    budget = (budget_bytes or default_budget(held)) if mode == "tight" else 0
+    return Change(
+        catalogue=tensors,
+        old=old,
+        new=new,
+        mode=mode,
+        budget_bytes=budget,
+        ranks_per_node=ranks_per_node,
+        storage=held,
+        schedule=tight_schedule(held, budget) if budget else keep_schedule(tensors, ROUND_BYTES),
+        adoptable=adoptable,
+    )
+
+
+def change_of_model(
+    shape: DecoderShape,
+    layouts: tuple[Layout, Layout],
+    *,
+    mode: str,
+    dtype: str = "float32",
+    budget_bytes: int = 0,
+    ranks_per_node: int | None = None,
+) -> Change:
+    """As :func:`change`, for a model trained with AdamW whose parameters are of ``dtype``.
+
+    Published recipes copy key/value heads to more tp ranks than there are heads. Such a layout can be planned, though
+    not trained: :func:`untrainable` says so.
+
+    Raises:
+        MistakeError: a layout is not legal for the model; with everything that is wrong.
+        PlanError: as in :func:`change`.
+    """
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise MistakeError(f"--ranks-per-node is {ranks_per_node}; at least 1.")
+    all_of(*(lambda layout=layout: _check_plannable(layout, shape.limits()) for layout in layouts))
+    tensors, layers = catalogue(shape, dtype), shape.num_hidden_layers
+    old, new = (declared(tensors, resolve(layout, layers), layers) for layout in layouts)
+    return change(tensors, old, new, mode=mode, budget_bytes=budget_bytes, ranks_per_node=ranks_per_node)
+
+
+def change_of_record(record: PlanRecord) -> Change:
+    """The change that a record is of, planned anew.
+
+    Raises:
+        PlanError: as in :func:`change`.
+    """
+    old, new = record.ownerships()
+    return change(
+        record.catalogue,
+        old,
+        new,
+        mode=record.mode,
+        budget_bytes=record.budget_bytes,
+        ranks_per_node=record.ranks_per_node,
+        adoptable=lambda index: record.tensors[index].adoptable,
+    )
+
+
+def untrainable(shape: DecoderShape, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
+    """Why layouts that can be planned cannot be trained in; empty where they can."""
+    return tuple(dict.fromkeys(problem for layout in layouts for problem in problems(layout, shape.limits())))
+
+
+def _check_plannable(layout: Layout, limits: ModelLimits) -> None:
+    # The rows of keys and values are cut like any rows; that a rank's heads are whole matters to training alone.
+    if problems(layout, dataclasses.replace(limits, num_kv_heads=limits.num_heads)):
+        check(layout, limits)

@@ -1,0 +1,169 @@
+"""The file ``plan.json``: a plan in numbers and a hash, and what the whole of it can be derived from again.
+
+The moves are not in it. With the tensors, how each lies before and after, and the two layouts, every rank's moves are
+derived anew in milliseconds, and the hash says whether they are the ones that were carried out.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from dynatrain.layout.text import parse_layout, print_layout
+from dynatrain.plan.build import Adoptable
+from dynatrain.plan.hashes import plan_hash
+from dynatrain.plan.summary import PlanSummary
+from dynatrain.plan.table import WholePlan
+from dynatrain.space.ownership import Ownership, Placement
+from dynatrain.space.tensor import Catalogue, State, Tensor
+
+SCHEMA = 1
+"""Version of the record; a reader refuses others."""
+
+
+class PlanRecordError(ValueError):
+    """A text that is no plan record."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedTensor:
+    """One tensor of a plan.
+
+    Attributes:
+        tensor: itself.
+        old: how it lies before.
+        new: how it lies after.
+        adoptable: whether an unchanged piece may keep its storage.
+    """
+
+    tensor: Tensor
+    old: Placement
+    new: Placement
+    adoptable: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRecord:
+    """One plan, as recorded. ``from_`` is ``from`` in the record.
+
+    Attributes:
+        schema: :data:`SCHEMA`.
+        from_: the old layout's text.
+        to: the new layout's text.
+        mode: ``keep`` or ``tight``.
+        budget_bytes: bytes above ``max(old, new)`` that a rank may hold, staging included; 0 in ``keep``, which has no
+            such bound.
+        ranks_per_node: as the sources were chosen; None where all ranks are on one node.
+        plan_hash: as 16 hexadecimal digits.
+        rounds: number of rounds.
+        bytes: ``moved``, ``relaid`` and ``adopted``, over all ranks.
+        peak_bytes: predicted for each rank, pieces alone.
+        floor_bytes: ``link`` and ``machine``, see :class:`~dynatrain.plan.summary.PlanSummary`.
+        tensors: the catalogue, and how each of its tensors lies.
+    """
+
+    schema: int = SCHEMA
+    from_: str
+    to: str
+    mode: str
+    budget_bytes: int
+    ranks_per_node: int | None
+    plan_hash: str
+    rounds: int
+    bytes: Mapping[str, int]
+    peak_bytes: tuple[int, ...]
+    floor_bytes: Mapping[str, int]
+    tensors: tuple[RecordedTensor, ...]
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """The tensors."""
+        return tuple(one.tensor for one in self.tensors)
+
+    def ownerships(self) -> tuple[Ownership, Ownership]:
+        """Who owns what before and after.
+
+        Raises:
+            LayoutError: a layout's text was damaged.
+        """
+        return (
+            Ownership(parse_layout(self.from_), {one.tensor.name: one.old for one in self.tensors}),
+            Ownership(parse_layout(self.to), {one.tensor.name: one.new for one in self.tensors}),
+        )
+
+    def to_json(self) -> str:
+        """The record as text; one tensor a line, so that two records can be compared by eye."""
+        head = {"from" if name == "from_" else name: value for name, value in asdict(self).items()}
+        tensors = ",\n  ".join(json.dumps(tensor) for tensor in head.pop("tensors"))
+        return f'{json.dumps(head, indent=1)[:-2]},\n "tensors": [\n  {tensors}\n ]\n}}\n'
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            PlanRecordError: the text is no such record.
+        """
+        try:
+            found = json.loads(text)
+            if found["schema"] != SCHEMA:
+                raise PlanRecordError(f"a plan record of schema {found['schema']!r}; this version reads {SCHEMA}")
+            found["tensors"] = tuple(map(_tensor, found["tensors"]))
+            found["peak_bytes"] = tuple(found["peak_bytes"])
+            return cls(from_=found.pop("from"), **found)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise PlanRecordError(f"not a plan record: {type(error).__name__}: {error}") from None
+
+
+def record_of(
+    catalogue: Catalogue,
+    old: Ownership,
+    new: Ownership,
+    plan: WholePlan,
+    summary: PlanSummary,
+    *,
+    budget_bytes: int,
+    ranks_per_node: int | None,
+    adoptable: Adoptable,
+) -> PlanRecord:
+    """The record of ``plan``, which takes ``old`` to ``new``; arguments as the planner was given them."""
+    return PlanRecord(
+        from_=print_layout(old.layout),
+        to=print_layout(new.layout),
+        mode=summary.mode,
+        budget_bytes=budget_bytes,
+        ranks_per_node=ranks_per_node,
+        plan_hash=f"{plan_hash(catalogue, plan.moves):016x}",
+        rounds=summary.rounds,
+        bytes={"moved": summary.moved, "relaid": sum(summary.relaid), "adopted": sum(summary.adopted)},
+        peak_bytes=summary.peak,
+        floor_bytes={"link": summary.floor_link, "machine": summary.floor_machine},
+        tensors=tuple(
+            RecordedTensor(
+                tensor=tensor,
+                old=old.placements[tensor.name],
+                new=new.placements[tensor.name],
+                adoptable=adoptable(index),
+            )
+            for index, tensor in enumerate(catalogue)
+        ),
+    )
+
+
+def _tensor(found: Mapping[str, Any]) -> RecordedTensor:
+    """A tensor from its JSON, where lists stand for tuples."""
+    fields = found["tensor"]
+    tensor = Tensor(
+        name=fields["name"],
+        shape=tuple(fields["shape"]),
+        cuts=_pairs(fields["cuts"]),
+        anchors=tuple(fields["anchors"]),
+        states=tuple(State(**state) for state in fields["states"]),
+        unit=fields["unit"],
+    )
+    old, new = (Placement(_pairs(found[side]["cuts"]), tuple(found[side]["stages"])) for side in ("old", "new"))
+    return RecordedTensor(tensor=tensor, old=old, new=new, adoptable=found["adoptable"])
+
+
+def _pairs(cuts: list[list[Any]]) -> tuple[tuple[str, int], ...]:
+    return tuple((axis, dim) for axis, dim in cuts)

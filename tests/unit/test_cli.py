@@ -1,0 +1,263 @@
+"""The command line as users meet it: real processes, without any run."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.cli import dynatrain
+
+from dynatrain.app import main as main_module
+from dynatrain.app.main import COMMANDS, main
+from dynatrain.app.mistake import MistakeError, all_of
+from dynatrain.app.output import seconds, size
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory of the test's own, for commands that run in this process."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(monkeypatch, capsys, *words):
+    """``(code, out, err)`` of a command run in this process."""
+    monkeypatch.setattr(sys, "argv", ["dynatrain", *words])
+    try:
+        code = main()
+    except SystemExit as leaving:
+        code = leaving.code
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def fastest(*words, cwd):
+    """The least seconds of three calls: other processes may be busy."""
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        assert dynatrain(*words, cwd=cwd).code == 0
+        took.append(time.perf_counter() - began)
+    return min(took)
+
+
+def test_help_answers_in_less_than_0_4_seconds(tmp_path):
+    assert fastest("--help", cwd=tmp_path) < 0.4
+
+
+def test_a_small_plan_answers_in_less_than_0_8_seconds(tmp_path):
+    assert fastest("plan", "dp4", "fsdp2.tp2", "--model", "tiny", cwd=tmp_path) < 0.8
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name, monkeypatch, capsys):
+    code, out, _ = call(monkeypatch, capsys, name, "--help")
+    assert code == 0
+    assert "--json" in out
+
+
+MISTAKES = {
+    "unknown command": (["layuot", "dp4"], ["layuot", "layout"]),
+    "unknown option": (["plan", "dp4", "tp4", "--modell", "tiny"], ["--modell", "--model"]),
+    "malformed layout": (["layout", "fdsp4"], ["fdsp4", "fsdp4"]),
+    "three layouts": (["layout", "dp2", "dp3", "dp4"], ["3 layouts"]),
+    "two illegal layouts": (
+        ["plan", "tp3", "pp9", "--model", "tiny"],
+        ["tp3 does not divide the attention heads, 8", "pp9 has more stages", "nearest legal: tp4"],
+    ),
+    "unknown model": (["plan", "dp4", "tp4", "--model", "tyni"], ["tyni", "tiny"]),
+    "no such rank": (["plan", "dp4", "tp4", "--model", "tiny", "--rank", "4"], ["--rank 4", "0 .. 3"]),
+    "no ranks on a node": (["plan", "dp4", "tp4", "--model", "tiny", "--ranks-per-node", "0"], ["at least 1"]),
+    "no run": (["status", "nosuch"], ["nosuch"]),
+    "nothing to check": (["check", "nosuch"], ["nosuch"]),
+    "missing config": (["train", "nosuch.toml"], ["nosuch.toml", "No such file"]),
+    "unknown keys": (
+        ["train", "good.toml", "--stesp=3", "--optimizer.l=1"],
+        ["stesp", "steps", "optimizer.l", "optimizer.lr"],
+    ),
+    "unknown key in the file": (["train", "typo.toml"], ["stps", "typo.toml", "steps"]),
+    "a world of another size": (["train", "good.toml", "--world.size=3"], ["dp2", "2 ranks", "3"]),
+    "illegal switch": (["train", "switch.toml"], ["switch.0.layout", "tp3", "nearest legal: "]),
+    "missing data": (["train", "good.toml", "--data.paths=['nosuch']"], ["nosuch", "does not exist"]),
+    "empty data": (["train", "good.toml", "--data.paths=['empty']"], ["empty"]),
+    "unwritable run folder": (["train", "good.toml", "--run", "/proc/nosuch/run"], ["/proc/nosuch/run", "cannot be"]),
+    "a run of that name": (["train", "good.toml", "--run", "old"], ["runs/old", "resume", "--run old-2"]),
+    "a run of that name, fresh": (["train", "good.toml", "--run", "old", "--fresh"], ["runs/old", "--run old-2"]),
+    "a dead run": (["switch", "old", "tp2"], ["old is not running"]),
+    "switch to an illegal layout": (["switch", "old", "tp3"], ["tp3", "the world has 2", "nearest legal: tp2"]),
+    "no time to answer": (["switch", "old", "tp2", "--timeout", "0"], ["--timeout"]),
+    "not a certificate": (["check", "good.toml"], ["not JSON"]),
+    "a folder of something else": (["check", "empty"], ["neither a run's folder nor"]),
+    "log of no rank": (["logs", "old", "--rank", "9"], ["rank_9", "rank_0"]),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a few files, and a run that was never started."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "good.toml").write_text("layout = 'dp2'\nsteps = 20\n")
+    (folder / "typo.toml").write_text("stps = 3\n")
+    (folder / "switch.toml").write_text("layout = 'dp2'\nsteps = 20\n[[switch]]\nstep = 4\nlayout = 'tp3'\n")
+    (folder / "empty").mkdir()
+    run = folder / "runs" / "old"
+    for name in ("logs", "requests", "switches"):
+        (run / name).mkdir(parents=True)
+    (run / "config.toml").write_text("layout = 'dp2'\n")
+    (run / "environment.json").write_text("{}")
+    (run / "logs" / "rank_0.log").write_text("hello\nworld\n")
+    return folder
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_gets_one_message_and_code_2_and_leaves_nothing(case, place):
+    words, named = MISTAKES[case]
+    before = sorted(place.rglob("*"))
+    said = dynatrain(*words, cwd=place)
+    assert said.code == 2, said
+    text = " ".join((said.out + said.err).split())
+    assert [name for name in named if name not in text] == []
+    assert sorted(place.rglob("*")) == before
+
+
+def test_the_newest_run_is_meant_and_there_must_be_one(tmp_path, place):
+    said = dynatrain("status", cwd=tmp_path)
+    assert said.code == 2
+    assert "No runs" in said.err
+    assert "old: was never started" in dynatrain("status", cwd=place).out
+    assert dynatrain("logs", cwd=place).out == "rank_0  hello\nrank_0  world\n"
+
+
+def test_a_mistake_under_json_is_an_object(place):
+    said = dynatrain("plan", "tp3", "pp9", "--model", "tiny", "--json", cwd=place)
+    assert said.code == 2
+    assert "tp3" in said.record["error"]
+
+
+def test_all_mistakes_are_told_at_once_and_bugs_pass():
+    with pytest.raises(MistakeError, match=r"(?s)tp3.*pp9") as told:
+        all_of(lambda: _raise(MistakeError("tp3")), lambda: _raise(MistakeError("pp9")), lambda: 1)
+    assert str(told.value).count("tp3") == 1
+    with pytest.raises(ValueError, match="ours"):
+        all_of(lambda: _raise(ValueError("ours")))
+
+
+def _raise(error):
+    raise error
+
+
+def test_a_bug_gets_code_1_and_a_file_with_the_traceback(monkeypatch, capsys, here):
+    monkeypatch.setattr(main_module, "_run", lambda _: _raise(ValueError("planted")))
+    monkeypatch.setenv("TMPDIR", str(here))
+    monkeypatch.setattr("tempfile.tempdir", str(here))
+    code, out, err = call(monkeypatch, capsys, "plan")
+    assert (code, out) == (1, "")
+    assert "a bug of dynatrain: ValueError: planted" in err
+    assert "Traceback" in next(here.glob("dynatrain-*.txt")).read_text()
+
+
+def test_ctrl_c_ends_with_130(monkeypatch, capsys):
+    monkeypatch.setattr(main_module, "_run", lambda _: _raise(KeyboardInterrupt()))
+    assert call(monkeypatch, capsys, "plan")[0] == 130
+
+
+def test_another_python_is_refused_by_name(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "version_info", (3, 12, 1, "final", 0))
+    monkeypatch.setattr(sys, "version", "3.12.1 (main)")
+    code, _, err = call(monkeypatch, capsys, "layout", "dp4")
+    assert code == 2
+    assert "3.11" in err
+    assert "3.12.1" in err
+
+
+def test_another_torch_is_refused_by_name_before_anything_is_written(monkeypatch, capsys, here, place):
+    found = {"dynatrain": "0", "python": "3.11.7", "torch": "2.14.0"}
+    monkeypatch.setattr("dynatrain.app.start.versions", lambda: found)
+    code, _, err = call(monkeypatch, capsys, "train", str(place / "good.toml"))
+    assert code == 2
+    assert "torch 2.13 is tested, 2.14.0 is installed" in err
+    assert list(here.iterdir()) == []
+
+
+def test_a_closed_pipe_is_no_error(tmp_path):
+    command = "python -m dynatrain plan dp4 fsdp2.tp2 --model tiny | head -1; echo ${PIPESTATUS[0]}"
+    said = dynatrain("-c", command.replace("python", sys.executable), cwd=tmp_path, before=("-c", _BASH))
+    assert said.out.splitlines()[-1] == "0"
+    assert said.err == ""
+
+
+_BASH = "import subprocess, sys; sys.exit(subprocess.run(['bash', *sys.argv[1:]]).returncode)"
+
+
+def test_layout_reads_the_spellings_of_other_trainers(monkeypatch, capsys):
+    words = ("layout", "--tensor-model-parallel-size 2 --world-size 8", "--json")
+    code, out, _ = call(monkeypatch, capsys, *words)
+    assert code == 0
+    assert json.loads(out)["layouts"][0]["text"] == "dp4.tp2"
+    code, out, _ = call(monkeypatch, capsys, "layout", "tensor_parallel_degree=2 world_size=4 ", "--model=tiny")
+    assert code == 0
+    assert out.startswith("fsdp2.tp2-sp: 4 ranks")
+
+
+def test_layout_shows_what_changes(monkeypatch, capsys):
+    _, out, _ = call(monkeypatch, capsys, "layout", "dp4", "fsdp2.tp2")
+    assert "dp4 -> fsdp2.tp2" in out
+    assert "tp: 1 -> 2" in out
+
+
+def test_plan_prints_every_move_of_a_small_model_and_the_judge_agrees(monkeypatch, capsys):
+    code, out, _ = call(monkeypatch, capsys, "plan", "dp4", "fsdp2.tp2", "--model", "tiny", "--judge")
+    assert code == 0
+    _, text, _ = call(monkeypatch, capsys, "plan", "dp4", "fsdp2.tp2", "--model", "tiny", "--json")
+    record = json.loads(text)
+    assert record["bytes"]["moved"] == 0
+    assert f"{out.count(' to ')} moves" in out
+    assert record["plan_hash"] in out
+    assert "sound; every byte is written exactly once" in out
+
+
+def test_a_rank_s_part_adds_up_to_its_row(monkeypatch, capsys):
+    words = ("plan", "pp2.fsdp2", "tp4", "--model", "tiny", "--json")
+    _, text, _ = call(monkeypatch, capsys, *words)
+    parts = []
+    for rank in range(4):
+        _, one, _ = call(monkeypatch, capsys, *words, "--rank", str(rank))
+        parts.append(json.loads(one)["part"])
+    sends = sorted(str(move) for part in parts for move in part["sends"])
+    receives = sorted(str(move) for part in parts for move in part["receives"])
+    assert sends == receives
+    assert json.loads(text)["bytes"]["moved"] > 0
+
+
+def test_a_layout_that_can_be_planned_but_not_trained_is_planned_with_a_note(monkeypatch, capsys):
+    code, out, _ = call(monkeypatch, capsys, "plan", "tp4", "tp8", "--model", "tiny", "--rank", "0")
+    assert code == 0
+    assert "tp8 does not divide the key/value heads, 4" in out
+
+
+def test_a_plan_of_1024_ranks_is_derived_in_20_ms_a_rank_and_judged_in_5_s(tmp_path):
+    words = ("plan", "pp8.fsdp16.tp8", "pp4.fsdp16.tp16", "--model", "llama-3.1-70b", "--rank", "0", "--judge")
+    took = [dynatrain(*words, "--json", cwd=tmp_path).record["seconds"] for _ in range(2)]
+    assert min(one["part"] for one in took) < 0.020
+    assert min(one["judge"] for one in took) < 5
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (27546012, "27.5 MB"), (999_999, "1 MB"), (None, "-")],
+)
+def test_bytes_have_three_digits_and_a_unit(count, text):
+    assert size(count) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(None, "-"), (0.0123, "12.3 ms"), (1.5, "1.5 s"), (125, "2:05 min")])
+def test_seconds_have_a_unit_that_fits(value, text):
+    assert seconds(value) == text
+
+
+def test_the_module_is_the_command(tmp_path):
+    installed = Path(sys.executable).parent / "dynatrain"
+    assert os.access(installed, os.X_OK)
+    assert "usage: dynatrain" in dynatrain("--help", cwd=tmp_path).out
