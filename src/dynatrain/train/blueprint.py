@@ -12,16 +12,21 @@ from dynatrain.plan.build import rank_plan, whole_plan
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.hashes import received_hash, sent_hash
 from dynatrain.plan.plan import RankPlan, Schedule
-from dynatrain.plan.schedule import STAGING_BYTES, default_budget, keep_schedule, predicted_peak, tight_schedule
+from dynatrain.plan.record import PlanRecord, record_of
+from dynatrain.plan.schedule import (
+    ROUND_BYTES,
+    STAGING_BYTES,
+    default_budget,
+    keep_schedule,
+    predicted_peak,
+    tight_schedule,
+)
 from dynatrain.plan.storage import Storage, alike, storage
 from dynatrain.plan.summary import PlanSummary, summarise
 from dynatrain.space.ownership import Ownership
 from dynatrain.train.agreement import SwitchAbortedError, exchange
 from dynatrain.train.party import Party
 from dynatrain.train.world import World
-
-ROUND_BYTES = 1 << 28
-"""Bytes of whole tensors that travel in one round of ``keep``; what it bounds is staging memory."""
 
 FITS = 0.8
 """Part of the free memory that ``auto`` may fill in ``keep``: the next step needs the rest."""
@@ -39,6 +44,7 @@ class Blueprint:
         peak: predicted bytes of pieces by rank.
         coverage: by kind of state, over all ranks; on rank 0, empty elsewhere.
         summary: bytes by rank and the floor; on rank 0, None elsewhere.
+        record: what is written down of it; on rank 0, None elsewhere.
     """
 
     part: RankPlan
@@ -46,6 +52,7 @@ class Blueprint:
     peak: tuple[int, ...]
     coverage: Mapping[str, Coverage]
     summary: PlanSummary | None
+    record: PlanRecord | None
 
 
 def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Blueprint:
@@ -68,13 +75,23 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Bluepri
         catalogue, before, after, party.rank, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable
     )
     verdict = judge_rank(catalogue, before, after, part, budget_bytes=budget)
-    problems, coverage, summary = list(verdict.problems), verdict.coverage, None
+    problems, coverage, summary, record = list(verdict.problems), verdict.coverage, None, None
     if party.rank == 0:
         whole = whole_plan(catalogue, before, after, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable)
         all_ranks = judge_whole(catalogue, before, after, whole, budget_bytes=budget)
         problems += all_ranks.problems
         coverage = all_ranks.coverage
         summary = summarise(catalogue, before, after, whole, table, ranks_per_node=party.ranks_per_node)
+        record = record_of(
+            catalogue,
+            before,
+            after,
+            whole,
+            summary,
+            budget_bytes=0 if budget is None else budget + STAGING_BYTES,
+            ranks_per_node=party.ranks_per_node,
+            adoptable=adoptable,
+        )
     hashes = exchange(
         party.board,
         topic,
@@ -86,7 +103,7 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Bluepri
     sent, received = (sum(column) % MODULUS for column in zip(*hashes, strict=True))
     if sent != received:
         raise SwitchAbortedError(f"senders planned {sent:016x}, receivers {received:016x}: the ranks' plans differ")
-    return Blueprint(part, sent, tuple(predicted_peak(table, schedule).tolist()), coverage, summary)
+    return Blueprint(part, sent, tuple(predicted_peak(table, schedule).tolist()), coverage, summary, record)
 
 
 def may_adopt(old: World, after: Ownership) -> Callable[[int], bool]:

@@ -1,10 +1,9 @@
 """What rank 0 writes of a switch: events as it goes on, a plan summary and a certificate at its end."""
 
-import json
 import platform
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from dynatrain.observe.log import Log
 from dynatrain.observe.run import RunFolder
 from dynatrain.plan.summary import PlanSummary, floor_seconds
 from dynatrain.train.attempt import Attempt, Order
-from dynatrain.train.blueprint import Blueprint
 from dynatrain.train.probe import Rates
 
 SETTLED = 8
@@ -105,8 +103,8 @@ class Recorder:
         self._number += 1
         folder = self._folder.switch(number)
         folder.mkdir(parents=True, exist_ok=True)
-        if attempt.blueprint is not None:
-            write_atomically(folder / "plan.json", json.dumps(plan_record(attempt), indent=2) + "\n")
+        if attempt.blueprint is not None and attempt.blueprint.record is not None:
+            write_atomically(folder / "plan.json", attempt.blueprint.record.to_json())
         certificate = self._certificate(attempt, outcome, step, told, number)
         self._write(certificate, number)
         if committed:
@@ -184,19 +182,3 @@ def _floor(summary: PlanSummary | None, rates: Rates | None) -> float | None:
     return floor_seconds(
         summary, link_bytes_per_second=rates.link_bytes_per_second, copy_bytes_per_second=rates.copy_bytes_per_second
     )
-
-
-def plan_record(attempt: Attempt) -> dict[str, Any]:
-    """What is kept of a plan: a summary and the hash from which ``dynatrain plan`` reproduces the whole."""
-    blueprint: Blueprint | None = attempt.blueprint
-    assert blueprint is not None
-    summary = asdict(blueprint.summary) if blueprint.summary else {}
-    if summary:
-        summary["pairs"] = [[src, dst, size] for (src, dst), size in summary["pairs"].items()]
-    return {
-        "from": print_layout(attempt.old.layout),
-        "to": print_layout(attempt.target),
-        "mode": blueprint.part.schedule.mode,
-        "plan_hash": f"{blueprint.plan_hash:016x}",
-        "summary": summary,
-    }
