@@ -1,0 +1,45 @@
+# Everything runs in .venv, which is made when it is needed and again when pyproject.toml or constraints.txt change.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help demo test unit check sweep gpu clean
+help:
+	@echo "make demo   train a small model while its layout changes eight times (about a minute)"
+	@echo "make test   all tests but the long suites and those that need a GPU"
+	@echo "make unit   the tests that start no ranks"
+	@echo "make check  ruff, mypy, import-linter"
+	@echo "make sweep  the long suites"
+	@echo "make gpu    the tests that need CUDA devices"
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/dynatrain demo
+
+test: $(READY)
+	$(PYTEST) -m "not sweep and not gpu"
+
+unit: $(READY)
+	$(PYTEST) -m "not sweep and not gpu" tests/unit tests/props tests/sim
+
+sweep: $(READY)
+	$(PYTEST) -m sweep
+
+gpu: $(READY)
+	$(PYTEST) -m gpu
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
