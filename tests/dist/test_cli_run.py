@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from tests.cli import ROOT, dynatrain, environment
@@ -162,6 +164,40 @@ def test_an_aborted_switch_says_why_and_ends_with_code_3(place):
         said = dynatrain("switch", "long", "fsdp2", cwd=place)
         assert said.code == 3
         assert said.out.startswith("aborted: planted\nswitch 2: tp2 -> fsdp2 aborted")
+
+
+def test_two_agents_under_torchrun_share_a_run_and_the_first_speaks_of_it(place):
+    port = _free_port()
+    agents = []
+    for node in (1, 0):
+        launch = ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+        command = [str(Path(sys.executable).parent / "torchrun"), *launch, f"--master-port={port}", "--"]
+        command += [MAIN, "train", "train", "short.toml", "--run", "two"]
+        agents.append(
+            subprocess.Popen(
+                command, cwd=place, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    (other, _), (first, _) = (agent.communicate(timeout=90) for agent in agents)
+    assert [agent.returncode for agent in agents] == [0, 0]
+    assert "check it:  dynatrain check two" in first
+    assert "check it" not in other
+    assert dynatrain("check", "two", cwd=place).code == 0
+
+
+def test_several_agents_need_a_name_for_their_run(place, monkeypatch):
+    launched = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (launched | {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    said = train(place, "short.toml")
+    assert said.code == 2
+    assert "--run NAME" in said.err
+
+
+def _free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
 
 
 def test_ctrl_c_ends_a_run_with_130(place):

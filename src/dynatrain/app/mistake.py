@@ -1,6 +1,6 @@
 """What people get wrong, gathered so that they see all of it at once."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
@@ -32,8 +32,3 @@ def all_of(*attempts: Callable[[], Any]) -> tuple[Any, ...]:
     if texts:
         raise MistakeError("\n".join(texts))
     return tuple(results)
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names in a sentence."""
-    return ", ".join(names)

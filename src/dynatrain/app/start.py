@@ -21,10 +21,11 @@ ENTRY = "dynatrain.train.rank:main"
 """What each rank runs."""
 
 
-def start(config: RunConfig, path: Path, *, quiet: bool = False, entry: str = ENTRY) -> tuple[RunFolder, int]:
+def start(config: RunConfig, path: Path, *, quiet: bool = False, entry: str = ENTRY) -> tuple[RunFolder | None, int]:
     """Make a run, and train until it ends.
 
-    Under ``torchrun`` the first node makes the run; the others find it under the same path once the agents have met.
+    Under ``torchrun`` the first node makes the run and shows its progress; the others find it under the same path once
+    the agents have met.
 
     Args:
         config: what was asked for.
@@ -33,7 +34,7 @@ def start(config: RunConfig, path: Path, *, quiet: bool = False, entry: str = EN
         entry: ``package.module:function`` that each rank runs.
 
     Returns:
-        The run and its exit code.
+        The run, on the node that is to speak of it, and the exit code.
 
     Raises:
         ValueError: the user's mistake, of the kind that found it. Nothing is left behind.
@@ -45,11 +46,12 @@ def start(config: RunConfig, path: Path, *, quiet: bool = False, entry: str = EN
         lambda: require_tested(versions()),
         lambda: _refuse_existing(path),
     )
-    run = _make(checked, path) if place.node == 0 else RunFolder(path.absolute())
-    size = checked.layout.world_size
+    size, device = checked.layout.world_size, checked.config.device
+    if place.node > 0:
+        return None, run_agent(RunFolder(path.absolute()), entry, size, device)
+    run = _make(checked, path)
     with watch(run, checked.config.steps, quiet=quiet) as announce:
-        code = run_agent(run, entry, size, checked.config.device, announce=announce)
-    return run, code
+        return run, run_agent(run, entry, size, device, announce=announce)
 
 
 def _anywhere(config: RunConfig) -> RunConfig:

@@ -2,13 +2,22 @@
 
 from collections.abc import Iterator
 
-from dynatrain.app.output import say
+from dynatrain.app.output import emit, say
 from dynatrain.app.runs import Progress, certificates
 from dynatrain.app.switches import switch_table
 from dynatrain.observe.run import RunFolder
 
 
-def print_summary(run: RunFolder, code: int) -> None:
+def conclude(run: RunFolder | None, code: int, *, json: bool) -> int:
+    """Say how a run has ended, where this process is to speak of it; gives its exit code back."""
+    if run is not None and json:
+        emit(_record(run, code))
+    elif run is not None:
+        _print(run, code)
+    return code
+
+
+def _print(run: RunFolder, code: int) -> None:
     """The table of switches, the loss, and what to do next."""
     if records := certificates(run):
         say("")
@@ -31,7 +40,7 @@ def _lines(run: RunFolder, code: int) -> Iterator[str]:
         yield f"ended with code {code}; what the ranks said:  dynatrain logs {name}"
 
 
-def summary_record(run: RunFolder, code: int) -> dict[str, object]:
+def _record(run: RunFolder, code: int) -> dict[str, object]:
     """The same for programs."""
     progress = Progress.of(run)
     return {

@@ -4,10 +4,10 @@ import time
 from importlib import resources
 
 from dynatrain.app.cli import call
-from dynatrain.app.output import emit, say
+from dynatrain.app.output import say
 from dynatrain.app.runs import run_path
 from dynatrain.app.start import start
-from dynatrain.app.summary import print_summary, summary_record
+from dynatrain.app.summary import conclude
 from dynatrain.config.load import load_config
 from dynatrain.observe.run import RUNS
 
@@ -32,8 +32,4 @@ def demo(*, run: str = "", json: bool = False) -> int:
         layouts = " -> ".join((config.layout, *(switch.layout for switch in config.switch)))
         say(f"{config.model.config} on four ranks, {config.steps} steps: {layouts}")
     folder, code = start(config, run_path(run or f"demo-{time.strftime('%Y%m%d-%H%M%S')}", RUNS), quiet=json)
-    if json:
-        emit(summary_record(folder, code))
-    else:
-        print_summary(folder, code)
-    return code
+    return conclude(folder, code, json=json)

@@ -9,10 +9,9 @@ import tyro
 
 from dynatrain.app.cli import call
 from dynatrain.app.mistake import all_of
-from dynatrain.app.output import emit
 from dynatrain.app.runs import run_path
 from dynatrain.app.start import refuse_unnamed, start
-from dynatrain.app.summary import print_summary, summary_record
+from dynatrain.app.summary import conclude
 from dynatrain.config.load import load_config
 from dynatrain.observe.run import RUNS
 
@@ -33,6 +32,9 @@ def run(words: list[str]) -> int:
         Any setting can be changed on the line: --steps=500 --layout fsdp4 --optimizer.lr=1e-3. All that is not set has
         a default; the run's folder holds the whole in config.toml.
 
+        On several nodes, on each: torchrun --nproc-per-node=1 ... -m -- dynatrain train CONFIG.toml --run NAME. Without
+        the two dashes torchrun takes --run for an option of its own. The run's folder has to be on a shared disk.
+
         Exit codes: 0 trained to the end; 2 something to correct, nothing was started; 3 the run failed; 130 Ctrl-C.
 
         Args:
@@ -45,11 +47,7 @@ def run(words: list[str]) -> int:
         loaded, _ = all_of(lambda: load_config(config, settings), lambda: refuse_unnamed(run, os.environ))
         name = run or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder, code = start(loaded.config, run_path(name, RUNS), quiet=json)
-        if json:
-            emit(summary_record(folder, code))
-        else:
-            print_summary(folder, code)
-        return code
+        return conclude(folder, code, json=json)
 
     return call(train, own)
 
