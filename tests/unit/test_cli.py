@@ -41,7 +41,7 @@ def busy(*words, cwd):
         return usage.ru_utime + usage.ru_stime
 
     before = used()
-    assert dynatrain(*words, cwd=cwd).code == 0
+    assert dynatrain(*words, cwd=cwd, timeout=200).code == 0
     return used() - before
 
 
@@ -239,11 +239,15 @@ def test_a_layout_that_can_be_planned_but_not_trained_is_planned_with_a_note(mon
     assert "tp8 does not divide the key/value heads, 4" in out
 
 
-def test_a_plan_of_1024_ranks_is_derived_in_20_ms_a_rank_and_judged_in_5_s(tmp_path):
+def test_a_rank_s_part_of_a_plan_of_1024_ranks_is_shown_and_the_whole_judged_in_5_s(tmp_path):
+    # That the part takes under 20 ms is held by test_plan_at_size, which can repeat it in one process.
     words = ("plan", "pp8.fsdp16.tp8", "pp4.fsdp16.tp16", "--model", "llama-3.1-70b", "--rank", "0", "--judge")
-    took = [dynatrain(*words, "--json", cwd=tmp_path).record["seconds"] for _ in range(2)]
-    assert min(one["part"] for one in took) < 0.020
-    assert min(one["judge"] for one in took) < 5
+    assert busy(*words, cwd=tmp_path) < 5  # start-up, the whole plan and its judgement together
+    record = dynatrain(*words, "--json", cwd=tmp_path, timeout=200).record
+    assert record["verdict"] == {"ok": True, "problems": []}
+    assert record["part"]["receives"]
+    assert set(record["seconds"]) == {"part", "whole", "judge"}
+    assert len(record["peak_bytes"]) == 1024
 
 
 @pytest.mark.parametrize(
