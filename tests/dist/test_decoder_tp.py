@@ -6,6 +6,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests import oracle
+from tests.shapes import fill, random_batch, small_shape
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -19,8 +21,6 @@ from torch.nn import functional
 
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.keyed import KeyedStream
-from tests import oracle
-from tests.shapes import small_shape, fill, random_batch
 
 SEED, STEPS, TOKENS = 5, 3, 32
 SHAPES = {
@@ -56,7 +56,7 @@ def whole(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def train_on_rank(rank, ranks, store, case, sp, shift, answers):
+def train_on_rank(rank, ranks, store, case, sp, shift, answers):  # noqa: PLR0917 - multiprocessing passes by place
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
@@ -93,7 +93,7 @@ def train_in_parallel(store, case, *, sp, shift=0, ranks=2):
     ]
     for process in processes:
         process.start()
-    got = dict((rank, rest) for rank, *rest in (answers.get(timeout=100) for _ in processes))
+    got = {rank: rest for rank, *rest in (answers.get(timeout=100) for _ in processes)}
     for process in processes:
         process.join(30)
     assert [process.exitcode for process in processes] == [0] * ranks
