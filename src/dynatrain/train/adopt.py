@@ -31,7 +31,7 @@ def adopt(
     Returns:
         The entries of the same tensors, with the values that the modules now hold.
     """
-    by_part: list[dict[str, torch.Tensor]] = [{} for _ in parts]
+    owned: dict[nn.Module, dict[str, torch.Tensor]] = {}
     flat_by_part: list[dict[str, torch.Tensor]] = [{} for _ in parts]
     made: dict[int, torch.Tensor] = {}
     result: dict[str, Entry] = {}
@@ -40,16 +40,19 @@ def adopt(
         made[id(entry.value)] = value
         result[name] = Entry(name, value, entry.paths, entry.kind, entry.stored)
         for number, path in entry.paths:
+            owner, _, leaf = path.rpartition(".")
+            module = parts[number].get_submodule(owner)
             if entry.kind == "param":
-                by_part[number][path] = value
+                owned.setdefault(module, {})[leaf] = value
                 flat_by_part[number][path] = flats[name]
             else:
-                owner, _, leaf = path.rpartition(".")
-                parts[number].get_submodule(owner)._buffers[leaf] = value  # noqa: SLF001
-    for part, values, flat in zip(parts, by_part, flat_by_part, strict=True):
+                module._buffers[leaf] = value  # noqa: SLF001
+    for part, flat in zip(parts, flat_by_part, strict=True):
         adopt_padded(part, flat)
-        # strict=False because buffers are in place already; every parameter is in values by construction.
-        part.load_state_dict(values, strict=False, assign=True)
+    for module, values in owned.items():
+        # Module by module, since checkpoint wrappers rename the keys of a whole part; hence not strict. A key that is
+        # not taken leaves its parameter on meta, which the first forward refuses.
+        module.load_state_dict(values, strict=False, assign=True)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [made[id(param)] for param in group["params"]]

@@ -4,8 +4,13 @@ from collections.abc import Callable
 
 from torch import nn
 
-WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
-"""Path elements that torch's own wrappers insert: compile, activation checkpointing, FSDP1, DDP."""
+WRAPPERS = {
+    "_orig_mod": frozenset({"OptimizedModule"}),
+    "_checkpoint_wrapped_module": frozenset({"CheckpointWrapper"}),
+    "_fsdp_wrapped_module": frozenset({"FullyShardedDataParallel"}),
+    "module": frozenset({"DistributedDataParallel", "DataParallel"}),
+}
+"""Path elements that torch's own wrappers insert, and the classes that do: compile, checkpointing, FSDP1, DDP."""
 
 NameRule = Callable[[nn.Module, str], str]
 """``(part, path inside the part) -> canonical name``, with global layer numbers."""
@@ -20,18 +25,22 @@ def strip_wrappers(part: nn.Module, path: str) -> str:
     kept = []
     owner: nn.Module | None = part
     for element in path.split("."):
+        owner = _entered(owner, element)
         child = getattr(owner, element, None) if owner is not None else None
-        if not (element in WRAPPERS and _wraps(owner, element)):
+        if not (element in WRAPPERS and _is_a(owner, WRAPPERS[element])):
             kept.append(element)
         owner = child if isinstance(child, nn.Module) else None
     return ".".join(kept)
 
 
-def _wraps(owner: nn.Module | None, element: str) -> bool:
-    kind = type(owner).__name__
-    return {
-        "_orig_mod": kind == "OptimizedModule",
-        "_checkpoint_wrapped_module": kind == "CheckpointWrapper",
-        "_fsdp_wrapped_module": kind == "FullyShardedDataParallel",
-        "module": kind in {"DistributedDataParallel", "DataParallel"},
-    }[element]
+def _entered(owner: nn.Module | None, element: str) -> nn.Module | None:
+    """``owner``, or what is inside it where it is a checkpoint wrapper: that leaves itself out of its own paths."""
+    inside = "_checkpoint_wrapped_module"
+    while owner is not None and element != inside and _is_a(owner, WRAPPERS[inside]):
+        owner = owner.get_submodule(inside)
+    return owner
+
+
+def _is_a(owner: nn.Module | None, kinds: frozenset[str]) -> bool:
+    """Whether ``owner`` is of one of these classes; FSDP2 puts a subclass of its own name in their place."""
+    return any(kind.__name__ in kinds for kind in type(owner).__mro__)
