@@ -66,7 +66,8 @@ def retire(
         parts: modules; their ``forward`` raises from now on.
         optimizer: its ``step`` raises from now on.
         schedulers: learning-rate schedulers by label; likewise.
-        found: parameters and buffers; every operation on one raises.
+        found: parameters and buffers; every operation on one or on its optimizer state raises. Views of them that
+            the user kept are not seen, and have lost their memory.
         why: what replaced them.
     """
     for number, part in enumerate(parts):
@@ -74,8 +75,10 @@ def retire(
     optimizer.step = _dead(f"the optimizer {why}")  # type: ignore[method-assign]
     for label, scheduler in schedulers.items():
         scheduler.step = _dead(f"{label} {why}")
+    held = {name: entry.value for name, entry in found.items()}
     for name, entry in found.items():
-        value = entry.value
+        held |= {f"{key} of {name}": value for key, value in optimizer.state.get(entry.value, {}).items()}
+    for name, value in held.items():
         value._retired = f"{name} {why}"  # type: ignore[attr-defined]  # noqa: SLF001
         if isinstance(value, DTensor):
             value.__class__ = _RetiredDTensor
