@@ -26,8 +26,18 @@ from dynatrain.space.box import shape_of
 from dynatrain.space.tensor import State
 from dynatrain.train.agreement import SwitchAbortedError, exchange
 from dynatrain.train.blueprint import Blueprint, draw, may_adopt
-from dynatrain.train.install import bind, make_world, match_catalogue, quiesce, read_reports, report, unbind
+from dynatrain.train.install import (
+    bind,
+    check_carried,
+    make_world,
+    match_catalogue,
+    quiesce,
+    read_reports,
+    report,
+    unbind,
+)
 from dynatrain.train.party import Party
+from dynatrain.train.registered import common, require_equal
 from dynatrain.train.retire import retire
 from dynatrain.train.world import World
 
@@ -185,8 +195,10 @@ class Attempt:
 
     def _quiesce(self) -> None:
         self._at("quiesce")
-        error = ""
+        error, facts = "", {}
         try:
+            facts = common(self.old)
+            check_carried(self.old, self.target)
             quiesce(self.old)
             now, planned = self.old.states(), {tensor.name: tensor.states for tensor in self.old.catalogue}
             if changed := sorted(name for name, states in now.items() if planned[name] != states):
@@ -197,7 +209,7 @@ class Attempt:
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             error = _text(problem)
         try:
-            self._exchange("quiesce", None, error)
+            require_equal(self._exchange("quiesce", facts, error))
         except SwitchAbortedError:
             self._drop_targets()
             raise

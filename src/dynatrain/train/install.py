@@ -7,14 +7,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dynatrain.execute.pieces import Pieces
+from dynatrain.execute.pieces import Pieces, misfits
 from dynatrain.layout.layout import Layout
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.adopt import adopt, shard_like
 from dynatrain.train.agreement import exchange
-from dynatrain.train.live import Described, UnplacedTensorError, describe, entries, merge
+from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
+from dynatrain.train.live import Described, Entry, UnplacedTensorError, describe, entries, merge
 from dynatrain.train.party import Party
+from dynatrain.train.registered import check_holders, common, require_equal, snapshot
 from dynatrain.train.states import Leaf, replace_leaves
 from dynatrain.train.torch_private import local_tensor
 from dynatrain.train.world import World, as_parts, carry_groups, is_scheduler
@@ -36,7 +38,7 @@ def make_world(party: Party, layout: Layout, *, on_meta: bool) -> World:
         raise UnplacedTensorError(
             f"build returned an optimizer over {foreign} parameter(s) that its model does not have"
         )
-    return World(layout, mesh, parts, optimizer, found)
+    return World(layout, mesh, parts, optimizer, found, built_hooks=built_hooks(parts, optimizer))
 
 
 def report(world: World, states: Mapping[str, tuple[State, ...]], rank: int) -> list[Any]:
@@ -61,10 +63,23 @@ def read_reports(reports: list[Any], layout: Layout) -> tuple[Catalogue, Ownersh
 
 def survey(party: Party, world: World, topic: str) -> None:
     """Agree on the whole job with all ranks and write it into ``world``: its catalogue and ownership."""
-    told = exchange(
-        party.board, topic, party.rank, payload=report(world, world.states(), party.rank), timeout=party.deadline
-    )
-    world.catalogue, world.ownership = read_reports(told.in_order(), world.layout)
+    payload = [report(world, world.states(), party.rank), common(world)]
+    told = exchange(party.board, topic, party.rank, payload=payload, timeout=party.deadline).in_order()
+    require_equal([facts for _, facts in told])
+    world.catalogue, world.ownership = read_reports([tensors for tensors, _ in told], world.layout)
+    if wrong := misfits(world.pieces(party.rank, party.device), world.catalogue):
+        raise UnplacedTensorError("; ".join(wrong))
+
+
+def check_carried(world: World, target: Layout) -> None:
+    """Refuse a switch that would leave something behind: an unregistered scheduler, a hook.
+
+    Raises:
+        UnknownStateError, UnknownHookError: by name.
+    """
+    check_holders(world)
+    staged = max(world.layout.size("pp"), target.size("pp")) > 1
+    check_hooks(world.parts, world.optimizer, world.found, world.built_hooks, staged=staged)
 
 
 def match_catalogue(old: World, catalogue: Catalogue) -> list[str]:
@@ -102,7 +117,7 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> dict[str, Any]
     flats = {name: _whole_storage(by_name[name][entry.kind]) for name, entry in new.found.items()}
     new.found = adopt(new.parts, new.found, flats, [new.optimizer])
     _bind_optimizer(old, new, by_name)
-    _carry_hooks(party, old, new)
+    carry_hooks(old, new, party.names)
     return _bind_objects(party, old, new, by_name)
 
 
@@ -137,21 +152,27 @@ def _bind_objects(
     for label, thing in old.objects.items():
         if label in party.factories:
             new.objects[label] = party.factories[label](new.optimizer)
-            new.objects[label].load_state_dict(thing.state_dict())
+            new.objects[label].load_state_dict(snapshot(thing.state_dict(), ()))
         else:
             new.objects[label] = thing
-            before[label] = thing.state_dict()
-            arrived = _new_leaves(held[label], new, by_name)
-            thing.load_state_dict(replace_leaves(before[label], held[label], arrived))
+            before[label] = snapshot(thing.state_dict(), held[label])
+            arrived = _new_leaves(held[label], old, new, by_name)
+            thing.load_state_dict(replace_leaves(thing.state_dict(), held[label], arrived))
     # A scheduler's constructor writes learning rates; the old ones stand.
     names = [{id(entry.value): name for name, entry in world.found.items()} for world in (old, new)]
     carry_groups(old.optimizer, new.optimizer, *names)
     return before
 
 
-def _new_leaves(held: list[Leaf], new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Leaf]:
-    """The leaves of one object after the switch, in the form (DTensor or plain shard, key) of those before."""
+def _new_leaves(
+    held: list[Leaf], old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]
+) -> list[Leaf]:
+    """The leaves of one object after the switch, in the form (DTensor or plain shard, key) of those before.
+
+    Keys are paths in the module where those before were; where path and canonical name were the same, too.
+    """
     example = {leaf.state: leaf for leaf in held}
+    canonical = {leaf.state for leaf in held if leaf.spelled == leaf.tensor != _path(old.found[leaf.tensor])}
     made = []
     for name, entry in new.found.items():
         for state, leaf in example.items():
@@ -159,9 +180,14 @@ def _new_leaves(held: list[Leaf], new: World, by_name: Mapping[str, Mapping[str,
             if value is not None:
                 whole = shard_like(entry.value, value.flatten())
                 form = whole if type(leaf.value) is type(entry.value) or not _sharded(leaf) else local_tensor(whole)
-                key = leaf.key.removesuffix(leaf.tensor) + name
-                made.append(Leaf(leaf.label, leaf.inside, key, name, form.detach()))
+                spelled = name if state in canonical else _path(entry)
+                key = leaf.key.removesuffix(leaf.spelled) + spelled
+                made.append(Leaf(leaf.label, leaf.inside, key, name, spelled, form.detach()))
     return made
+
+
+def _path(entry: Entry) -> str:
+    return entry.paths[0][1]
 
 
 def _sharded(leaf: Leaf) -> bool:
@@ -172,34 +198,6 @@ def unbind(old: World, before: Mapping[str, Any]) -> None:
     """Give the registered objects back what they held before :func:`bind`."""
     for label, state in before.items():
         old.objects[label].load_state_dict(state)
-
-
-def _carry_hooks(party: Party, old: World, new: World) -> None:
-    """Re-register the user's forward hooks on the modules of the same name that lack them."""
-    targets = {party.names(part, path): module for part in new.parts for path, module in part.named_modules()}
-    for part in old.parts:
-        for path, module in part.named_modules():
-            target = targets.get(party.names(part, path))
-            if target is None:
-                continue
-            for kind in ("_forward_hooks", "_forward_pre_hooks"):
-                there = {_name_of(hook) for hook in getattr(target, kind).values()}
-                for hook in getattr(module, kind).values():
-                    if _is_users(hook) and _name_of(hook) not in there:
-                        register = (
-                            target.register_forward_hook
-                            if kind == "_forward_hooks"
-                            else (target.register_forward_pre_hook)
-                        )
-                        register(hook)
-
-
-def _name_of(hook: object) -> str:
-    return f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', repr(hook))}"
-
-
-def _is_users(hook: object) -> bool:
-    return not str(getattr(hook, "__module__", "")).startswith(("torch.", "dynatrain."))
 
 
 def quiesce(world: World) -> None:

@@ -1,6 +1,6 @@
 """What a rank brings to every switch: its number, its means of agreement, its memory, and the user's build."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,7 @@ class Party:
     device: torch.device
     build: Build
     names: NameRule
-    factories: Mapping[str, Callable[[torch.optim.Optimizer], Any]]
+    factories: dict[str, Callable[[torch.optim.Optimizer], Any]]
     deadline: float = 60.0
     budget: int = 0
     ranks_per_node: int | None = None

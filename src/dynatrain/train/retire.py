@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dynatrain.train.live import Entry
@@ -63,7 +64,7 @@ def retire(
     """Make every use of an old world's handles raise :class:`RetiredHandleError` with their name.
 
     Args:
-        parts: modules; their ``forward`` raises from now on.
+        parts: modules; calling one or a module inside it raises from now on.
         optimizer: its ``step`` raises from now on.
         schedulers: learning-rate schedulers by label; likewise.
         found: parameters and buffers; every operation on one or on its optimizer state raises. Views of them that
@@ -72,6 +73,12 @@ def retire(
     """
     for number, part in enumerate(parts):
         part.forward = _dead(f"model part {number} {why}")  # type: ignore[method-assign]
+        for path, module in part.named_modules():
+            dead = _dead(f"module {path} {why}" if path else f"model part {number} {why}")
+            # Before FSDP2's own hook, which would gather from storage that is gone.
+            module.register_forward_pre_hook(dead, prepend=True, with_kwargs=True)
+            if isinstance(module, FSDPModule):
+                module.unshard = dead  # type: ignore[method-assign]
     optimizer.step = _dead(f"the optimizer {why}")  # type: ignore[method-assign]
     for label, scheduler in schedulers.items():
         scheduler.step = _dead(f"{label} {why}")

@@ -92,6 +92,7 @@ class Leaf:
         inside: keys from the top of its state dict to the container.
         key: the key under which it sits there.
         tensor: canonical name of the parameter that it belongs to.
+        spelled: that name, or the path in the module (which wrappers lengthen), as it stands at the end of ``key``.
         value: the tensor itself: a DTensor like the parameter, or its plain local shard.
     """
 
@@ -99,6 +100,7 @@ class Leaf:
     inside: tuple[str, ...]
     key: str
     tensor: str
+    spelled: str
     value: torch.Tensor
 
     @property
@@ -115,10 +117,20 @@ def leaves(label: str, state_dict: Mapping[str, Any], found: Mapping[str, Entry]
             any other tensor that is sharded.
     """
     result, problems = [], []
+    spellings = {path: name for name, entry in found.items() for _, path in entry.paths} | {
+        name: name for name in found
+    }
     for inside, key, value in _walk(state_dict, ()):
-        name = key.removeprefix("module.")
+        if isinstance(value, list | tuple):
+            problems.append(
+                f"{label}: {'.'.join((*inside, key))} is a list of tensors, of which nothing says to what parameters "
+                "they belong; let the state dict have them under the parameters' names"
+            )
+            continue
+        spelled = key.removeprefix("module.")
+        name = spellings.get(spelled, "")
         entry = found.get(name)
-        if entry is None:
+        if entry is None or (value.ndim == 0 and entry.value.ndim > 0):  # a scaler's scale is not a tensor called scale
             if isinstance(value, DTensor):
                 problems.append(f"{label}: sharded tensor {'.'.join((*inside, key))} belongs to no parameter")
             continue
@@ -127,15 +139,17 @@ def leaves(label: str, state_dict: Mapping[str, Any], found: Mapping[str, Entry]
         if not (whole and isinstance(value, DTensor) == isinstance(entry.value, DTensor)) and not shard:
             problems.append(f"{label}: {'.'.join((*inside, key))} has {_brief(value)}, its parameter {name} another")
             continue
-        result.append(Leaf(label, inside, key, name, value))
+        result.append(Leaf(label, inside, key, name, spelled, value))
     if problems:
         raise UnknownStateError("; ".join(problems))
     return result
 
 
-def _walk(node: Mapping[str, Any], inside: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, torch.Tensor]]:
+def _walk(node: Mapping[str, Any], inside: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, Any]]:
+    """All tensors with the keys that lead to them, and the lists that have tensors (scalars apart) in them."""
     for key, value in node.items():
-        if isinstance(value, torch.Tensor):
+        in_list = isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) and v.ndim for v in value)
+        if isinstance(value, torch.Tensor) or in_list:
             yield inside, str(key), value
         elif isinstance(value, Mapping):
             yield from _walk(value, (*inside, str(key)))

@@ -11,6 +11,7 @@ trainer is an ordinary user of this class.
 import functools
 import gc
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -24,17 +25,21 @@ from dynatrain.cluster.board import Board
 from dynatrain.execute.pieces import Pool
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
-from dynatrain.layout.text import parse_layout, print_layout
+from dynatrain.layout.text import print_layout
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.attempt import Attempt, Order
 from dynatrain.train.groups import GroupPool
-from dynatrain.train.install import make_world, survey
+from dynatrain.train.install import check_carried, make_world, survey
 from dynatrain.train.names import NameRule, strip_wrappers
 from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
-from dynatrain.train.states import create_optimizer_state
-from dynatrain.train.torch_private import default_store
+from dynatrain.train.registered import try_out
+from dynatrain.train.states import UnknownStateError, create_optimizer_state
+from dynatrain.train.targets import DataParallel, Read, same_meaning, whole_world
+from dynatrain.train.torch_private import default_store, unreduced_gradients
 from dynatrain.train.world import Build, World
+
+_LOG = logging.getLogger(__name__)
 
 LEAD_STEPS = 2
 """A scheduled switch is announced that many steps before its step, so that it is built beside training."""
@@ -63,6 +68,8 @@ class Switcher:
         store: for process groups; likewise.
         recorder: writes events and certificates; None writes nothing.
         legal: reads a layout's text and refuses what the model does not allow; None checks the world size alone.
+        data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; with
+            ``fixed``, a loop in which FSDP2 averages gradients keeps its number of data ranks.
         **more: further attributes of :class:`dynatrain.train.party.Party`.
 
     Raises:
@@ -85,7 +92,8 @@ class Switcher:
         board: Board | None = None,
         store: dist.Store | None = None,
         recorder: Recorder | None = None,
-        legal: Callable[[str], Layout] | None = None,
+        legal: Read | None = None,
+        data_parallel: DataParallel = "fixed",
         device: torch.device | None = None,
         **more: Any,
     ) -> None:
@@ -98,8 +106,6 @@ class Switcher:
             backend="nccl" if device.type == "cuda" else "gloo",
             timeout_seconds=1800.0,
         )
-        given = dict(state or {})
-        factories = {label: thing for label, thing in given.items() if not hasattr(thing, "state_dict")}
         self._party = Party(
             rank=rank,
             world_size=world_size,
@@ -109,14 +115,12 @@ class Switcher:
             device=device,
             build=build,
             names=names,
-            factories=factories,
+            factories={},
             deadline=deadline,
             budget=budget,
             **more,
         )
         self._mode = mode
-        self._read = legal or (lambda text: _whole_world(text, world_size))
-        self._schedule = dict(schedule or {})
         self._recorder = recorder
         self._asked: list[Order] = []
         self._attempt: Attempt | None = None
@@ -130,7 +134,17 @@ class Switcher:
         self._step_ended = time.perf_counter()
         self.step = 0
         self.stopped = False
-        self._world = self._first_world(self._read(layout), given, initial)
+        read = legal or whole_world(world_size)
+        self._world = self._first_world(read(layout), initial)
+        self._read = same_meaning(read, self.layout, self.parts, data_parallel)
+        self._schedule = dict(schedule or {})
+        for text in self._schedule.values():
+            self._read(text)
+        for label, thing in (state or {}).items():
+            self._hold(label, thing)
+        survey(self._party, self._world, "survey")
+        for piece in self._world.pieces(rank, device).values():
+            self._party.memory.hold(piece)
         self._wrap_optimizer(self._world)
 
     # The handles.
@@ -186,20 +200,57 @@ class Switcher:
             if self._recorder:
                 self._recorder.step_ended(self._step_ended)
 
+    def register(self, label: str, thing: Any) -> Any:
+        """Add what could not be made before the first build, such as an average of ``sw.model``.
+
+        All ranks call it, between two steps and while no switch is under way.
+
+        Args:
+            label: a new name.
+            thing: as in the constructor's ``state``.
+
+        Returns:
+            ``thing``, or what the factory made; after a switch take a factory's product from ``state``.
+
+        Raises:
+            UnknownStateError: it could not be carried to another layout, by name.
+        """
+        if label in self._world.objects or "." in label:
+            raise UnknownStateError(f"{label!r} cannot be a label here: it is taken, or has a dot in it")
+        self._hold(label, thing)
+        survey(self._party, self._world, f"survey/{label}")
+        for granule, piece in self._world.pieces(self._party.rank, self._party.device).items():
+            if self._world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label:
+                self._party.memory.hold(piece)
+        return self._world.objects[label]
+
+    def _hold(self, label: str, thing: Any) -> None:
+        if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
+            raise UnknownStateError(
+                f"{label}: a scheduler belongs to the optimizer of one layout; give a factory, lambda optimizer: ..."
+            )
+        if not hasattr(thing, "state_dict"):
+            self._party.factories[label] = thing
+            self._world.objects[label] = thing(self.optimizer)
+        else:
+            try_out(label, thing, self._world.found)
+            self._world.objects[label] = thing
+
     def request(self, layout: str, *, mode: str = "", at: int = -1, by: str = "program") -> None:
-        """Ask for a layout, from the loop. All ranks may call; rank 0's word counts."""
+        """Ask for a layout, from the loop. All ranks may call; rank 0's word counts.
+
+        Raises:
+            LayoutError: this job cannot have it.
+        """
+        self._read(layout)
         self._asked.append(Order(number=0, layout=layout, mode=mode or self._mode, at=at, by=by))
 
-    def _first_world(self, layout: Layout, given: Mapping[str, Any], initial: Initial | None) -> World:
+    def _first_world(self, layout: Layout, initial: Initial | None) -> World:
         world = make_world(self._party, layout, on_meta=initial is not None)
         if initial is not None:
             initial(world, self._party.memory)
         create_optimizer_state(world.optimizer)
-        for label, thing in given.items():
-            world.objects[label] = thing(world.optimizer) if label in self._party.factories else thing
-        survey(self._party, world, "survey")
-        for piece in world.pieces(self._party.rank, self._party.device).values():
-            self._party.memory.hold(piece)
+        check_carried(world, layout)
         return world
 
     def _wrap_optimizer(self, world: World) -> None:
@@ -299,7 +350,7 @@ class Switcher:
             else:
                 self._told_ready = False
         go = board.go_edge(number)
-        if go is None or (go.edge >= 0 and go.edge > self._edge):
+        if go is None or (go.edge >= 0 and (go.edge > self._edge or self._accumulating())):
             return
         board.done_with(number)
         if go.edge < 0:
@@ -312,6 +363,12 @@ class Switcher:
             self._answer(attempt.order, "done", "stopped at a step edge")
         else:
             self._begin(attempt)
+
+    def _accumulating(self) -> bool:
+        """Whether gradients wait for a later optimizer step: every rank then waits for the edge after that."""
+        grads = (entry.value.grad for entry in self._world.found.values())
+        pending = any(grad is not None for grad in grads) or any(map(unreduced_gradients, self.parts))
+        return not self._stepped and pending
 
     def _begin(self, attempt: Attempt) -> None:
         try:
@@ -353,6 +410,8 @@ class Switcher:
     def _finish(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any] | None = None) -> None:
         self._attempt = None
         gc.unfreeze()
+        if outcome != "committed" and self._party.rank == 0:
+            _LOG.warning("switch %d to %s: %s: %s", attempt.order.number, attempt.order.layout, outcome, reason)
         if self._recorder:
             self._recorder.ended(attempt, outcome, reason, self.step, told or {})
         message = reason or f"{attempt.order.layout} since step {self.step}"
@@ -362,16 +421,6 @@ class Switcher:
     def close(self) -> None:
         """Destroy the process groups that this object made."""
         self._party.groups.close()
-
-
-def _whole_world(text: str, world_size: int) -> Layout:
-    """The layout of ``text``, which must use every rank."""
-    layout = parse_layout(text)
-    if layout.world_size != world_size:
-        raise LayoutError(
-            f"{text} cannot be used here", (f"it is a layout of {layout.world_size} ranks, the world has {world_size}",)
-        )
-    return layout
 
 
 def _order_of(record: Mapping[str, Any], request: int, mode: str) -> Order:

@@ -3,7 +3,8 @@
 Checked with torch 2.13. A function here that fails after an upgrade says by its name what the project relies on.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 
@@ -44,8 +46,12 @@ def named_group(
 
 
 def default_store() -> dist.Store:
-    """The store behind the default group: under torchrun it lives in the launcher, not in a rank."""
-    return c10d._get_default_store()  # noqa: SLF001
+    """The store behind the default group, over a connection of its own; under torchrun it lives in the launcher.
+
+    A process group that is being made waits inside the store for its peers, and whoever shares its connection waits
+    with it.
+    """
+    return c10d._get_default_store().clone()  # noqa: SLF001
 
 
 def registered_groups() -> int:
@@ -53,11 +59,91 @@ def registered_groups() -> int:
     return len(c10d._world.pg_map)  # noqa: SLF001
 
 
-def _fsdp_params(module: nn.Module) -> Iterator[object]:
+def _fsdp_params(module: nn.Module) -> Iterator[FSDPParam]:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             for group in part._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
                 yield from group.fsdp_params
+
+
+def takes_means(module: nn.Module) -> bool | None:
+    """Whether FSDP2 averages some gradients of ``module`` over its data ranks; None where nothing is wrapped by it.
+
+    It does unless the loop set a divide factor, which then has no data-parallel size in it.
+    """
+    factors = [
+        group.gradient_divide_factor
+        for part in module.modules()
+        if isinstance(part, FSDPModule)
+        for group in part._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001
+    ]
+    return any(factor is None for factor in factors) if factors else None
+
+
+def unreduced_gradients(module: nn.Module) -> bool:
+    """Whether FSDP2 holds whole gradients that it has not reduced yet: backward ran without gradient sync."""
+    return any(param.unsharded_accumulated_grad is not None for param in _fsdp_params(module))
+
+
+def scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a learning-rate scheduler hangs on ``optimizer``: it has marked the step method."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A registered hook.
+
+    Attributes:
+        number: torch's, unique in this process.
+        kind: where torch keeps it.
+        call: the hook.
+        register: method of the owner that registers another one of its kind; empty where there is none for sure.
+        options: of that registration.
+    """
+
+    number: int
+    kind: str
+    call: Callable[..., object]
+    register: str
+    options: Mapping[str, bool]
+
+    def __str__(self) -> str:
+        return f"{getattr(self.call, '__qualname__', type(self.call).__name__)} ({self.kind.strip('_')})"
+
+
+_REGISTER = {
+    "_forward_hooks": "register_forward_hook",
+    "_forward_pre_hooks": "register_forward_pre_hook",
+    "_backward_hooks": "register_full_backward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+    "_state_dict_hooks": "",
+    "_state_dict_pre_hooks": "",
+    "_load_state_dict_pre_hooks": "",
+    "_load_state_dict_post_hooks": "",
+    "_optimizer_step_pre_hooks": "register_step_pre_hook",
+    "_optimizer_step_post_hooks": "register_step_post_hook",
+    "_optimizer_state_dict_pre_hooks": "",
+    "_optimizer_state_dict_post_hooks": "",
+    "_optimizer_load_state_dict_pre_hooks": "",
+    "_optimizer_load_state_dict_post_hooks": "",
+    "_post_accumulate_grad_hooks": "",
+}
+
+
+def hooks_of(owner: nn.Module | torch.optim.Optimizer | torch.Tensor) -> list[Hook]:
+    """The hooks on a module, an optimizer or a tensor, in the order in which they run."""
+    found = []
+    for kind, register in _REGISTER.items():
+        for number, call in (getattr(owner, kind, None) or {}).items():
+            options = {}
+            for option in ("with_kwargs", "always_call"):
+                listed = getattr(owner, f"{kind}_{option.replace('always_call', 'always_called')}", None)
+                if listed is not None:
+                    options[option] = number in listed
+            old_style = kind == "_backward_hooks" and not getattr(owner, "_is_full_backward_hook", False)
+            found.append(Hook(number, kind, call, "" if old_style else register, options))
+    return found
 
 
 def padded_numels(module: nn.Module) -> dict[str, int]:

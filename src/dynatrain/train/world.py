@@ -33,6 +33,7 @@ class World:
         optimizer: over their parameters.
         found: the tensors of ``parts`` by canonical name.
         objects: registered objects by label; shared with the world before and after where they are not factories.
+        built_hooks: numbers of the hooks that ``build`` registered itself.
         catalogue: all tensors of the job.
         ownership: who holds which box of them.
     """
@@ -43,6 +44,7 @@ class World:
     optimizer: torch.optim.Optimizer
     found: dict[str, Entry]
     objects: dict[str, Any] = field(default_factory=dict)
+    built_hooks: frozenset[int] = frozenset()
     catalogue: Catalogue = ()
     ownership: Ownership | None = None
 

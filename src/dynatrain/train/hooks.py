@@ -1,0 +1,90 @@
+"""Hooks that the user registered: carried to the new modules and optimizer, or refused by name.
+
+Hooks that ``build`` registers are made anew by every build. What was registered afterwards is known by its number:
+torch numbers all hooks of a process.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynatrain.train.live import Entry
+from dynatrain.train.names import NameRule
+from dynatrain.train.torch_private import Hook, hooks_of
+
+
+class UnknownHookError(ValueError):
+    """Hooks that no switch can carry: all of them, by the name of what they sit on."""
+
+
+def built_hooks(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """Numbers of all hooks there are; asked right after ``build``, they are build's own."""
+    owners = [optimizer, *(module for part in parts for module in part.modules())]
+    return frozenset(hook.number for owner in owners for hook in hooks_of(owner))
+
+
+def check_hooks(
+    parts: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    found: Mapping[str, Entry],
+    built: frozenset[int],
+    *,
+    staged: bool,
+) -> None:
+    """Refuse hooks that could not be carried.
+
+    Args:
+        parts: a world's modules.
+        optimizer: theirs.
+        found: their tensors.
+        built: numbers of the hooks that ``build`` registered.
+        staged: whether pipeline stages come in: a module may then go to a rank that has no such hook.
+
+    Raises:
+        UnknownHookError: with every one of them.
+    """
+    problems = []
+    for where, hook in _users(parts, optimizer, built):
+        if not hook.register:
+            problems.append(f"{hook} on {where} is of a kind that cannot be carried: use a forward or backward hook")
+        elif staged and where != "the optimizer":
+            problems.append(f"{hook} on {where} could not follow it to another stage: register it in build")
+    # Build's own, too: a switch gives the modules that build made other parameter objects.
+    problems += [
+        f"{hook} on parameter {name} cannot be carried, each layout has another parameter object: use a module hook"
+        for name, entry in found.items()
+        for hook in hooks_of(entry.value)
+    ]
+    if problems:
+        raise UnknownHookError("; ".join(problems))
+
+
+def carry_hooks(old: Any, new: Any, names: NameRule) -> None:
+    """Register the user's hooks of world ``old`` on the modules and the optimizer of world ``new``.
+
+    Handles from the first registration belong to the old modules: their ``remove()`` has no effect any more.
+    """
+    targets: dict[str, Any] = {
+        f"module {names(part, path)}": module for part in new.parts for path, module in part.named_modules()
+    }
+    targets["the optimizer"] = new.optimizer
+    for where, hook in _users(old.parts, old.optimizer, old.built_hooks, names):
+        getattr(targets[where], hook.register)(hook.call, **hook.options)
+
+
+def _users(
+    parts: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    built: frozenset[int],
+    names: NameRule = lambda _part, path: path,
+) -> Iterator[tuple[str, Hook]]:
+    """Hooks registered since ``build``, without those that torch registers for itself when it first runs."""
+    owners: list[tuple[str, Any]] = [
+        (f"module {names(part, path)}", module) for part in parts for path, module in part.named_modules()
+    ]
+    for where, owner in [*owners, ("the optimizer", optimizer)]:
+        for hook in hooks_of(owner):
+            if hook.number not in built and not str(getattr(hook.call, "__module__", "")).startswith("torch."):
+                yield where, hook

@@ -1,0 +1,73 @@
+"""Which layouts a loop may switch to: what its world allows, and what its gradient reduction means."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch import nn
+
+from dynatrain.layout.form import LayoutError
+from dynatrain.layout.layout import Layout
+from dynatrain.layout.nearest import ranked
+from dynatrain.layout.text import parse_layout, print_layout, short_layout
+from dynatrain.train.torch_private import takes_means
+
+DataParallel = Literal["fixed", "free"]
+"""Whether the number of data ranks may change in a loop whose gradients are means over them."""
+
+Read = Callable[[str], Layout]
+"""A layout's text, read; raises :class:`LayoutError` where the job cannot have it."""
+
+_WAYS_OUT = (
+    "if the loop cuts one global batch into equal shares by sw.layout.data_ranks, say "
+    "Switcher(data_parallel='free'); if it normalises by itself, set the divide factor of every FSDP module in build"
+)
+
+
+def whole_world(world_size: int) -> Read:
+    """Reads the layouts that use every rank."""
+
+    def read(text: str) -> Layout:
+        layout = parse_layout(text)
+        if layout.world_size != world_size:
+            problem = f"it is a layout of {layout.world_size} ranks, the world has {world_size}"
+            near = tuple(print_layout(other) for other in ranked(layout, world_size)[:3])
+            raise LayoutError(f"{text} cannot be used here", (problem,), near)
+        return layout
+
+    return read
+
+
+def same_meaning(read: Read, first: Layout, parts: Sequence[nn.Module], data_parallel: DataParallel) -> Read:
+    """``read``, without the layouts in which a mean over data ranks would be another number.
+
+    FSDP2's own reduction averages over the data ranks (dp x fsdp). While each of them brings a batch of its own, their
+    number is part of the loop's mathematics: the global batch. A loop that cuts one global batch into equal shares
+    by ``layout.data_ranks`` says so with ``free``. A loop that sets its own divide factor has taken the matter into
+    its hands, as the built-in trainer does, and may go anywhere.
+
+    Args:
+        read: reads what is allowed otherwise.
+        first: the layout in which the loop begins.
+        parts: its modules in ``first``.
+        data_parallel: what the loop says of itself.
+    """
+    means = [found for part in parts if (found := takes_means(part)) is not None]
+    if data_parallel == "free" or (means and not any(means)):
+        return read
+
+    def careful(text: str) -> Layout:
+        layout = read(text)
+        if layout.data_ranks != first.data_ranks:
+            seen = (
+                f"it has {layout.data_ranks} data ranks (dp x fsdp), {short_layout(first)} has {first.data_ranks}, "
+                "and the loop's gradients are means over them"
+            )
+            same = [other for other in ranked(layout, first.world_size) if other.data_ranks == first.data_ranks]
+            raise LayoutError(
+                f"{short_layout(layout)} would change what this loop computes",
+                (seen, _WAYS_OUT),
+                tuple(map(print_layout, same[:3])),
+            )
+        return layout
+
+    return careful
