@@ -100,6 +100,7 @@ class Attempt:
     _executor: Executor | None = None
     _before: torch.Tensor | None = None
     _old_pieces: Pieces = field(default_factory=dict)
+    _new_pieces: Pieces = field(default_factory=dict)
     _object_states: dict[str, Any] = field(default_factory=dict)
     _thread: threading.Thread | None = None
     _check_error: str = ""
@@ -261,6 +262,12 @@ class Attempt:
 
     def start_check(self) -> None:
         """Begin to compare full digests, before against after, in a thread."""
+        assert self.new is not None
+        # The step writes buffers while the thread reads: they are digested as they were before it.
+        self._new_pieces = {
+            granule: Piece(piece.tensor.clone(), piece.box) if self._is_buffer(granule) else piece
+            for granule, piece in self.new.pieces(self.party.rank, self.party.device).items()
+        }
         self._thread = threading.Thread(target=self._check, name=f"check-{self.order.number}", daemon=True)
         self._thread.start()
 
@@ -271,7 +278,7 @@ class Attempt:
                 assert self.new is not None
                 if self._before is None:
                     self._before = self._digest(self._old_pieces, self.old)
-                after = self._digest(self.new.pieces(self.party.rank, self.party.device), self.new)
+                after = self._digest(self._new_pieces, self.new)
                 both = torch.cat([self._before, after])
                 dist.all_reduce(both, group=self.party.groups.get("check", self.party.everyone, backend="gloo"))
                 before, after = both[: len(self._before)], both[len(self._before) :]
@@ -380,6 +387,9 @@ class Attempt:
             raise SwitchFailedError(f"{why}; and the way back failed: {_text(error)}") from error
 
     # Small things.
+
+    def _is_buffer(self, granule: Granule) -> bool:
+        return self.old.catalogue[granule[0]].states[granule[1]].name == "buffer"
 
     @property
     def _blueprint(self) -> Blueprint:

@@ -109,16 +109,17 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Bluepri
 def may_adopt(old: World, after: Ownership) -> Callable[[int], bool]:
     """Whether an unchanged piece of a tensor may keep its storage.
 
-    Not where padding differs; and not where a registered object holds state of the tensor: after an aborted check the
-    user's loop has updated that object once, and the old storage must not have seen it.
+    Not where padding differs; and not what the first step in the new layout may write before the commit, since the old
+    storage must not see it: buffers, and tensors of which a registered object holds state.
     """
     assert old.ownership is not None
     equal = alike(old.catalogue, old.ownership, after)
 
-    def of_object(index: int) -> bool:
-        return any(state.name.partition(".")[0] in old.objects for state in old.catalogue[index].states)
+    def written(index: int) -> bool:
+        kinds = [state.name for state in old.catalogue[index].states]
+        return "buffer" in kinds or any(kind.partition(".")[0] in old.objects for kind in kinds)
 
-    return lambda index: equal(index) and not of_object(index)
+    return lambda index: equal(index) and not written(index)
 
 
 def choose(party: Party, mode: str, old: World, table: Storage, free: list[int]) -> tuple[Schedule, int | None]:
