@@ -253,7 +253,8 @@ def test_handles_from_before_a_switch_fail_with_their_names():
             "blocks.0.0.weight of a DTensor": weight.full_tensor,
             "its shard": weight.to_local,
             "scale": buffer.sum,
-            "out": lambda: head(torch.zeros(1, 6).double()),
+            "a part of it": lambda: head(torch.zeros(1, 6).double()),
+            "one gathered by hand": model.blocks[0].unshard,
             "exp_avg of blocks.0.0.weight": lambda: moment * 2,
         }
         said = {}
@@ -273,7 +274,8 @@ def test_handles_from_before_a_switch_fail_with_their_names():
             assert "switch 1 to dp2" in text
         for name in ("model part", "the optimizer", "lr", "blocks.0.0.weight", "scale", "exp_avg of blocks.0.0.weight"):
             assert name in said[name]
-        assert "out." in said["out"]
+        assert "module out " in said["a part of it"]
+        assert "module blocks.0 " in said["one gathered by hand"]
 
 
 def test_twenty_switches_keep_groups_descriptors_and_threads_flat():
