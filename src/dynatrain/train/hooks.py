@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dynatrain.train.live import Entry
-from dynatrain.train.names import NameRule
+from dynatrain.train.names import strip_wrappers
 from dynatrain.train.torch_private import Hook, hooks_of
 
 
@@ -46,7 +46,7 @@ def check_hooks(
         UnknownHookError: with every one of them.
     """
     problems = []
-    for where, hook in _users(parts, optimizer, built):
+    for _, where, hook in _users(parts, optimizer, built):
         if not hook.register:
             problems.append(f"{hook} on {where} is of a kind that cannot be carried: use a forward or backward hook")
         elif staged and where != "the optimizer":
@@ -61,30 +61,35 @@ def check_hooks(
         raise UnknownHookError("; ".join(problems))
 
 
-def carry_hooks(old: Any, new: Any, names: NameRule) -> None:
+def carry_hooks(old: Any, new: Any) -> None:
     """Register the user's hooks of world ``old`` on the modules and the optimizer of world ``new``.
 
+    Modules are the same where their paths are, or else where these are without wrappers, of which the outermost counts;
+    :func:`check_hooks` has let no pipeline stages pass.
     Handles from the first registration belong to the old modules: their ``remove()`` has no effect any more.
     """
-    targets: dict[str, Any] = {
-        f"module {names(part, path)}": module for part in new.parts for path, module in part.named_modules()
-    }
-    targets["the optimizer"] = new.optimizer
-    for where, hook in _users(old.parts, old.optimizer, old.built_hooks, names):
-        getattr(targets[where], hook.register)(hook.call, **hook.options)
+    targets: dict[str, Any] = {}
+    for _, bare, owner in _owners(new.parts, new.optimizer):
+        targets.setdefault(bare, owner)
+    targets |= {where: owner for where, _, owner in _owners(new.parts, new.optimizer)}
+    for where, bare, hook in _users(old.parts, old.optimizer, old.built_hooks):
+        getattr(targets.get(where, targets[bare]), hook.register)(hook.call, **hook.options)
 
 
 def _users(
-    parts: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    built: frozenset[int],
-    names: NameRule = lambda _part, path: path,
-) -> Iterator[tuple[str, Hook]]:
+    parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, built: frozenset[int]
+) -> Iterator[tuple[str, str, Hook]]:
     """Hooks registered since ``build``, without those that torch registers for itself when it first runs."""
-    owners: list[tuple[str, Any]] = [
-        (f"module {names(part, path)}", module) for part in parts for path, module in part.named_modules()
-    ]
-    for where, owner in [*owners, ("the optimizer", optimizer)]:
+    for where, bare, owner in _owners(parts, optimizer):
         for hook in hooks_of(owner):
             if hook.number not in built and not str(getattr(hook.call, "__module__", "")).startswith("torch."):
-                yield where, hook
+                yield where, bare, hook
+
+
+def _owners(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
+    """``(where, the same without wrappers, module or optimizer)``."""
+    for number, part in enumerate(parts):
+        of_part = f" of part {number}" if len(parts) > 1 else ""
+        for path, module in part.named_modules():
+            yield f"module {path}{of_part}", f"module {strip_wrappers(part, path)}{of_part}", module
+    yield "the optimizer", "the optimizer", optimizer

@@ -117,7 +117,7 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> dict[str, Any]
     flats = {name: _whole_storage(by_name[name][entry.kind]) for name, entry in new.found.items()}
     new.found = adopt(new.parts, new.found, flats, [new.optimizer])
     _bind_optimizer(old, new, by_name)
-    carry_hooks(old, new, party.names)
+    carry_hooks(old, new)
     return _bind_objects(party, old, new, by_name)
 
 

@@ -13,8 +13,9 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,13 +29,12 @@ from dynatrain.layout.layout import Layout
 from dynatrain.layout.text import print_layout
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.attempt import Attempt, Order
+from dynatrain.train.first import Initial, first_world, join
 from dynatrain.train.groups import GroupPool
-from dynatrain.train.install import check_carried, make_world, survey
+from dynatrain.train.install import survey
 from dynatrain.train.names import NameRule, strip_wrappers
 from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
-from dynatrain.train.registered import try_out
-from dynatrain.train.states import UnknownStateError, create_optimizer_state
 from dynatrain.train.targets import DataParallel, Read, same_meaning, whole_world
 from dynatrain.train.torch_private import default_store, unreduced_gradients
 from dynatrain.train.world import Build, World
@@ -43,9 +43,6 @@ _LOG = logging.getLogger(__name__)
 
 LEAD_STEPS = 2
 """A scheduled switch is announced that many steps before its step, so that it is built beside training."""
-
-Initial = Callable[[World, Pool], None]
-"""Fills a first world that ``build`` made on meta: gives every tensor of it its storage and values."""
 
 
 class Switcher:
@@ -134,15 +131,19 @@ class Switcher:
         self._step_ended = time.perf_counter()
         self.step = 0
         self.stopped = False
-        read = legal or whole_world(world_size)
-        self._world = self._first_world(read(layout), initial)
-        self._read = same_meaning(read, self.layout, self.parts, data_parallel)
         self._schedule = dict(schedule or {})
-        for text in self._schedule.values():
-            self._read(text)
-        for label, thing in (state or {}).items():
-            self._hold(label, thing)
-        survey(self._party, self._world, "survey")
+        read = legal or whole_world(world_size)
+        try:
+            self._world = first_world(self._party, read(layout), initial)
+            self._read = same_meaning(read, self.layout, self.parts, data_parallel)
+            for text in self._schedule.values():
+                self._read(text)
+            for label, thing in (state or {}).items():
+                join(self._party, self._world, label, thing)
+            survey(self._party, self._world, "survey")
+        except Exception:
+            self.close()
+            raise
         for piece in self._world.pieces(rank, device).values():
             self._party.memory.hold(piece)
         self._wrap_optimizer(self._world)
@@ -215,26 +216,12 @@ class Switcher:
         Raises:
             UnknownStateError: it could not be carried to another layout, by name.
         """
-        if label in self._world.objects or "." in label:
-            raise UnknownStateError(f"{label!r} cannot be a label here: it is taken, or has a dot in it")
-        self._hold(label, thing)
+        join(self._party, self._world, label, thing)
         survey(self._party, self._world, f"survey/{label}")
         for granule, piece in self._world.pieces(self._party.rank, self._party.device).items():
             if self._world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label:
                 self._party.memory.hold(piece)
         return self._world.objects[label]
-
-    def _hold(self, label: str, thing: Any) -> None:
-        if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
-            raise UnknownStateError(
-                f"{label}: a scheduler belongs to the optimizer of one layout; give a factory, lambda optimizer: ..."
-            )
-        if not hasattr(thing, "state_dict"):
-            self._party.factories[label] = thing
-            self._world.objects[label] = thing(self.optimizer)
-        else:
-            try_out(label, thing, self._world.found)
-            self._world.objects[label] = thing
 
     def request(self, layout: str, *, mode: str = "", at: int = -1, by: str = "program") -> None:
         """Ask for a layout, from the loop. All ranks may call; rank 0's word counts.
@@ -245,20 +232,12 @@ class Switcher:
         self._read(layout)
         self._asked.append(Order(number=0, layout=layout, mode=mode or self._mode, at=at, by=by))
 
-    def _first_world(self, layout: Layout, initial: Initial | None) -> World:
-        world = make_world(self._party, layout, on_meta=initial is not None)
-        if initial is not None:
-            initial(world, self._party.memory)
-        create_optimizer_state(world.optimizer)
-        check_carried(world, layout)
-        return world
-
     def _wrap_optimizer(self, world: World) -> None:
         """The first step after a switch decides it; where it is taken back, that step does nothing."""
         original = world.optimizer.step
 
         @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self._settling:
                 self._settle()
             if self._undo:
@@ -266,7 +245,8 @@ class Switcher:
             self._stepped = True
             return original(*args, **kwargs)
 
-        world.optimizer.step = step  # type: ignore[method-assign]
+        # A method, as schedulers that are made later expect of it.
+        world.optimizer.step = MethodType(step, world.optimizer)  # type: ignore[method-assign]
 
     # The step edge.
 
