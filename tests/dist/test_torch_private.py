@@ -1,0 +1,236 @@
+"""What the project relies on in torch's private parts: one test for each function of ``train/torch_private.py``."""
+
+import inspect
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.dist.foreign import Net, batch, everywhere, groups_of
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from dynatrain.train import torch_private
+from dynatrain.train.torch_private import (
+    adopt_padded,
+    clear_dtensor_caches,
+    default_store,
+    hooks_of,
+    local_tensor,
+    named_group,
+    padded_numels,
+    registered_groups,
+    scheduled,
+    takes_means,
+    unreduced_gradients,
+)
+
+SECONDS = timedelta(seconds=10)
+
+
+def test_each_function_has_a_test_of_its_name():
+    functions = {
+        name
+        for name, thing in vars(torch_private).items()
+        if inspect.isfunction(thing) and thing.__module__ == torch_private.__name__ and not name.startswith("_")
+    }
+    assert {f"test_{name}" for name in functions} <= set(globals())
+
+
+def test_named_group():
+    def work(world):
+        if world.rank == 1:
+            named_group("alone", [1], "gloo", world.store, SECONDS)  # members of unequal histories meet by name
+        group = named_group("both", [1, 0], "gloo", world.store, SECONDS)
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("fsdp",), mesh=[1, 0])
+        total = distribute_tensor(torch.ones(2), mesh, [Shard(0)]).sum().full_tensor()
+        everyone = torch.tensor([float(world.rank)])
+        dist.all_reduce(everyone, group=group)
+        return group.rank(), float(everyone), float(total), mesh.get_local_rank()
+
+    assert everywhere(2, work) == [(1, 1.0, 2.0, 1), (0, 1.0, 2.0, 0)]
+
+
+def test_registered_groups():
+    def work(world):
+        before = registered_groups()
+        group = named_group("more", [0], "gloo", world.store, SECONDS)
+        during = registered_groups()
+        dist.destroy_process_group(group)
+        return before, during, registered_groups()
+
+    assert everywhere(1, work) == [(1, 2, 1)]
+
+
+def test_default_store():
+    def work(_world):
+        one, other = default_store(), default_store()
+        one.set("said", "here")
+
+        def wait_long():
+            with pytest.raises(dist.DistStoreError):
+                one.wait(["never"], timedelta(seconds=1))
+
+        waiting = threading.Thread(target=wait_long)
+        waiting.start()
+        time.sleep(0.2)
+        began = time.monotonic()
+        heard = other.get("said")  # the same keys, and not behind the one that waits
+        seconds = time.monotonic() - began
+        waiting.join()
+        return heard, seconds < 0.7
+
+    assert everywhere(1, work) == [(b"here", True)]
+
+
+def sharded(mesh, dtype=torch.float32):
+    net = Net().to(dtype)
+    for module in (*net.blocks, net):
+        fully_shard(module, mesh=mesh)
+    return net
+
+
+def test_takes_means():
+    def work(_world):
+        net = sharded(init_device_mesh("cpu", (1,)))
+        found = [takes_means(Net()), takes_means(net)]
+        for module in net.blocks:
+            module.set_gradient_divide_factor(1.0)
+        found.append(takes_means(net))  # the root still does
+        net.set_gradient_divide_factor(1.0)
+        return [*found, takes_means(net)]
+
+    assert everywhere(1, work) == [[None, True, True, False]]
+
+
+def test_unreduced_gradients():
+    def work(world):
+        net = sharded(init_device_mesh("cpu", (2,)), torch.float64)
+        found = [unreduced_gradients(net)]
+        for synchronise in (False, True):
+            net.set_requires_gradient_sync(synchronise)
+            net(batch(0, world.rank)[0]).sum().backward()
+            found.append(unreduced_gradients(net))
+        return found
+
+    assert everywhere(2, work) == [[False, True, False]] * 2
+
+
+def test_scheduled():
+    optimizer = torch.optim.AdamW(groups_of(Net()))
+    assert not scheduled(optimizer)
+    LambdaLR(optimizer, lambda _: 1.0)
+    assert scheduled(optimizer)
+
+
+def test_hooks_of():
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    handles = [
+        net.register_forward_hook(print, with_kwargs=True, always_call=True),
+        net.register_forward_pre_hook(print),
+        net.register_full_backward_hook(print),
+        net.register_full_backward_pre_hook(print),
+        net.register_state_dict_pre_hook(print),
+        optimizer.register_step_pre_hook(print),
+        optimizer.register_step_post_hook(print),
+        optimizer.register_state_dict_post_hook(print),
+        net.weight.register_hook(print),
+        net.weight.register_post_accumulate_grad_hook(print),
+    ]
+    found = [hook for owner in (net, optimizer, net.weight) for hook in hooks_of(owner)]
+    numbers = [getattr(handle, "id", None) for handle in handles]
+    assert {hook.number for hook in found} == {number for number in numbers if number is not None}
+    for hook in found:
+        if hook.register:
+            again = nn.Linear(2, 2) if hasattr(nn.Linear, hook.register) else torch.optim.AdamW(net.parameters())
+            getattr(again, hook.register)(hook.call, **hook.options)
+            (copy,) = hooks_of(again)
+            assert (copy.kind, copy.register, copy.options) == (hook.kind, hook.register, hook.options)
+    assert sum(bool(hook.register) for hook in found) == 6
+    assert str(found[0]) == "print (forward_hooks)"
+    old_style = nn.Linear(2, 2)
+    old_style.register_backward_hook(print)
+    assert [hook.register for hook in hooks_of(old_style)] == [""]
+
+
+def five_rows(mesh):
+    """On meta: 5 rows over 2 ranks, stored as 3 and 3."""
+    with torch.device("meta"):
+        net = nn.Linear(4, 5, bias=False)
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+def load(net, flat):
+    """Hand in the front part of ``flat`` as this rank's shard."""
+    shard = net.weight.to_local()
+    local = flat[: shard.numel()].view(shard.shape)
+    value = DTensor.from_local(
+        local, net.weight.device_mesh, net.weight.placements, run_check=False, shape=(5, 4), stride=(4, 1)
+    )
+    net.load_state_dict({"weight": nn.Parameter(value)}, assign=True)
+
+
+def test_padded_numels():
+    def work(_world):
+        net = five_rows(init_device_mesh("cpu", (2,)))
+        return padded_numels(net), net.weight.to_local().numel()
+
+    assert everywhere(2, work) == [({"weight": 12}, 12), ({"weight": 12}, 8)]
+
+
+def test_adopt_padded():
+    def work(_world):
+        mesh, kept = init_device_mesh("cpu", (2,)), []
+        for told in (True, False):
+            net, flat = five_rows(mesh), torch.ones(12)
+            if told:
+                adopt_padded(net, {"weight": flat})
+            load(net, flat)
+            out = net(torch.ones(1, 4))
+            out.sum().backward()
+            kept.append((net.weight.to_local().data_ptr() == flat.data_ptr(), out.tolist()))
+        return kept
+
+    right = [[4.0] * 5]
+    full, short = everywhere(2, work)
+    assert full == [(True, right), (True, right)]
+    assert short == [(True, right), (False, right)]  # untold, FSDP2 copies the short shard out of its storage
+
+
+def test_local_tensor():
+    def work(_world):
+        mesh = init_device_mesh("cpu", (2,))
+        whole = torch.arange(4.0).requires_grad_()
+        shard = distribute_tensor(whole, mesh, [Shard(0)])
+        plain, local = local_tensor(whole), local_tensor(shard)
+        return local.tolist(), plain.requires_grad, plain.data_ptr() == whole.data_ptr(), local.grad_fn is None
+
+    assert [found[0] for found in everywhere(2, work)] == [[0.0, 1.0], [2.0, 3.0]]
+    assert [found[1:] for found in everywhere(2, work)] == [(False, True, True)] * 2
+
+
+def test_clear_dtensor_caches():
+    def reduce_twice(world, *, clear):
+        for turn in range(2):
+            group = named_group(f"turn{turn}", [0, 1], "gloo", world.store, SECONDS)
+            mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("fsdp",), mesh=[0, 1])
+            value = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+            try:
+                total = float((value * 2).redistribute(mesh, [Replicate()]).sum().to_local())
+            except Exception as error:  # noqa: BLE001 - its text is what is tested
+                return str(error)
+            if clear:
+                clear_dtensor_caches()
+            dist.destroy_process_group(group)
+        return total
+
+    assert everywhere(2, lambda world: reduce_twice(world, clear=True)) == [8.0, 8.0]
+    for text in everywhere(2, lambda world: reduce_twice(world, clear=False)):
+        assert "process group" in str(text)
