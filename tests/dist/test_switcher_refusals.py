@@ -48,6 +48,11 @@ def with_net(change):
     return build
 
 
+def build_short(mesh, _layout):
+    net = shard(Net().bfloat16(), mesh)
+    return net, torch.optim.AdamW(groups_of(net))
+
+
 def same_name(_part, path):
     return "weight" if path in {"inside.weight", "out.weight"} else path
 
@@ -114,6 +119,7 @@ AT_START = {
         {"build": with_net(split_by_hand)},
         ["extra.odd: rank", "(10, 2)", "its box is", "ceil-sized"],
     ),
+    "no master": ({"build": build_short}, ["out.weight (torch.bfloat16)", "AdamW keeps no master", "float32"]),
     "one memory for two": ({"build": with_net(share_memory)}, ["one", "other", "shares its storage"]),
     "a parameter's hook": ({"build": with_net(hook_a_parameter)}, ["<lambda>", "parameter out.bias", "module hook"]),
     "too few ranks": ({"layout": "fsdp3"}, ["fsdp3", "3 ranks", "the world has 2", "nearest legal"]),

@@ -22,6 +22,7 @@ from tests.dist.foreign import (
 )
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -278,16 +279,33 @@ def test_handles_from_before_a_switch_fail_with_their_names():
         assert "module blocks.0 " in said["one gathered by hand"]
 
 
-def test_twenty_switches_keep_groups_descriptors_and_threads_flat():
+def build_mixed(mesh, _layout):
+    """Computes in bf16; what is kept is fp32."""
+    net = Net()
+    net.scale = net.scale.bfloat16()
+    for module in (*net.blocks, net):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(module, mesh=mesh["dp", "fsdp"], mp_policy=policy)
+    return net, torch.optim.AdamW(groups_of(net))
+
+
+def test_twenty_switches_leave_masters_alone_and_keep_groups_descriptors_and_threads_flat():
     def work(world):
         books = Books()
-        sw = switcher(world, build_net, "fsdp2", recorder=books)
+        sw = switcher(world, build_mixed, "fsdp2", recorder=books)
         seen = []
+        sw.model(batch(0, world.rank)[0].float()).float().sum().backward()
+        sw.optimizer.step()  # now the masters have bits that bf16 has not
+        sw.optimizer.zero_grad()
+        masters = [whole(p) for p in sw.model.parameters()]
+        assert any(not torch.equal(p, p.bfloat16().float()) for p in masters)
         for number in range(22):
             sw.request("dp2" if number % 2 == 0 else "fsdp2")
             until_ended(sw, books)
             held = [len(list(Path(f"/proc/self/{what}").iterdir())) for what in ("fd", "task")]
             seen.append((registered_groups(), *held))
+        assert all(map(torch.equal, masters, map(whole, sw.model.parameters())))
+        assert {value.dtype for state in sw.optimizer.state.values() for value in state.values()} == {torch.float32}
         return seen, [end[1] for end in books.ends]
 
     for seen, ends in everywhere(2, work):

@@ -27,8 +27,27 @@ def first_world(party: Party, layout: Layout, initial: Initial | None) -> World:
     if initial is not None:
         initial(world, party.memory)
     create_optimizer_state(world.optimizer)
+    _refuse_without_master(world)
     check_carried(world, layout)
     return world
+
+
+def _refuse_without_master(world: World) -> None:
+    """Refuse parameters stored in 16 bits: no optimizer known here keeps a master of them.
+
+    Raises:
+        UnknownStateError: all of them, by name.
+    """
+    short = [
+        f"{name} ({entry.value.dtype})"
+        for name, entry in world.found.items()
+        if entry.value.requires_grad and entry.value.itemsize < 4
+    ]
+    if short:
+        raise UnknownStateError(
+            f"{', '.join(short)}: trained in 16 bits, and {type(world.optimizer).__name__} keeps no master copy. Build "
+            "the model in float32 and compute in 16 bits: fully_shard(..., mp_policy=MixedPrecisionPolicy(...))"
+        )
 
 
 def join(party: Party, world: World, label: str, thing: Any) -> None:
