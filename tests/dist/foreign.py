@@ -1,6 +1,7 @@
 """Forked ranks for tests of ``Switcher`` in loops that are not ours, and a model that has one of everything."""
 
 import os
+import time
 import warnings
 from contextlib import suppress
 from datetime import timedelta
@@ -68,10 +69,11 @@ def idle(sw, steps):
     """Steps that train nothing but couple all ranks, as every training step does; yields each step's number."""
     for step in sw.steps(until=sw.step + steps):
         yield step
+        time.sleep(0.002)  # to the thread that builds, on a busy machine
         dist.barrier()
 
 
-def until_ended(sw, books, steps=40):
+def until_ended(sw, books, steps=5000):
     """Idle until one more switch has ended; its record."""
     before = len(books.ends)
     for _ in idle(sw, steps):
