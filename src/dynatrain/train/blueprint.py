@@ -1,7 +1,7 @@
 """The plan of one switch as one rank needs it: its own part, judged, with the numbers that the certificate tells."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from dynatrain.plan.schedule import (
 from dynatrain.plan.storage import Storage, alike, storage
 from dynatrain.plan.summary import PlanSummary, summarise
 from dynatrain.space.ownership import Ownership
-from dynatrain.train.agreement import SwitchAbortedError, exchange
+from dynatrain.train.agreement import SwitchAbortedError, exchange, objection_of
 from dynatrain.train.party import Party
 from dynatrain.train.world import World
 
@@ -59,17 +59,37 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Bluepri
     """Plan the switch, judge it, and agree with all ranks that both ends of every move are planned alike.
 
     Raises:
-        PlanError: no order of hand-overs fits.
-        SwitchAbortedError: the judge refuses, or the ranks' plans differ.
+        SwitchAbortedError: no order of hand-overs fits, the judge refuses, or the ranks' plans differ.
+    """
+    free = exchange(
+        party.board, f"{topic}/memory", party.rank, payload=free_bytes(party.device), timeout=party.deadline
+    ).in_order()
+    blueprint, hashes, objection = None, None, None
+    try:
+        blueprint, hashes = _draw_own(party, mode, old, new, free)
+    except Exception as problem:  # noqa: BLE001 - told to all ranks
+        objection = objection_of(problem)
+    told = exchange(
+        party.board, topic, party.rank, payload=hashes, objection=objection, timeout=party.deadline
+    ).in_order()
+    sent, received = (sum(column) % MODULUS for column in zip(*told, strict=True))
+    if sent != received:
+        raise SwitchAbortedError(f"senders planned {sent:016x}, receivers {received:016x}: the ranks' plans differ")
+    assert blueprint is not None
+    return replace(blueprint, plan_hash=sent)
+
+
+def _draw_own(party: Party, mode: str, old: World, new: World, free: list[int]) -> tuple[Blueprint, list[int]]:
+    """This rank's blueprint, and its part of the hashes of all sends and all receives.
+
+    Raises:
+        PlanError: no order of hand-overs fits, or the judge refuses.
     """
     assert old.ownership is not None
     assert new.ownership is not None
     catalogue, before, after = old.catalogue, old.ownership, new.ownership
     adoptable = may_adopt(old, after)
     table = storage(catalogue, before, after, adoptable=adoptable)
-    free = exchange(
-        party.board, f"{topic}/memory", party.rank, payload=free_bytes(party.device), timeout=party.deadline
-    ).in_order()
     schedule, budget = choose(party, mode, old, table, free)
     part = rank_plan(
         catalogue, before, after, party.rank, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable
@@ -92,33 +112,27 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Bluepri
             ranks_per_node=party.ranks_per_node,
             adoptable=adoptable,
         )
-    hashes = exchange(
-        party.board,
-        topic,
-        party.rank,
-        payload=[sent_hash(catalogue, part), received_hash(catalogue, part)],
-        error="the judge refuses the plan: " + "; ".join(problems) if problems else "",
-        timeout=party.deadline,
-    ).in_order()
-    sent, received = (sum(column) % MODULUS for column in zip(*hashes, strict=True))
-    if sent != received:
-        raise SwitchAbortedError(f"senders planned {sent:016x}, receivers {received:016x}: the ranks' plans differ")
-    return Blueprint(part, sent, tuple(predicted_peak(table, schedule).tolist()), coverage, summary, record)
+    if problems:
+        raise PlanError("the judge refuses the plan: " + "; ".join(problems))
+    own = sent_hash(catalogue, part)
+    blueprint = Blueprint(part, own, tuple(predicted_peak(table, schedule).tolist()), coverage, summary, record)
+    return blueprint, [own, received_hash(catalogue, part)]
 
 
 def may_adopt(old: World, after: Ownership) -> Callable[[int], bool]:
     """Whether an unchanged piece of a tensor may keep its storage.
 
-    Not where padding differs; and not where a registered object holds state of the tensor: after an aborted check the
-    user's loop has updated that object once, and the old storage must not have seen it.
+    Not where padding differs; and not what the first step in the new layout may write before the commit, since the old
+    storage must not see it: buffers, and tensors of which a registered object holds state.
     """
     assert old.ownership is not None
     equal = alike(old.catalogue, old.ownership, after)
 
-    def of_object(index: int) -> bool:
-        return any(state.name.partition(".")[0] in old.objects for state in old.catalogue[index].states)
+    def written(index: int) -> bool:
+        kinds = [state.name for state in old.catalogue[index].states]
+        return "buffer" in kinds or any(kind.partition(".")[0] in old.objects for kind in kinds)
 
-    return lambda index: equal(index) and not of_object(index)
+    return lambda index: equal(index) and not written(index)
 
 
 def choose(party: Party, mode: str, old: World, table: Storage, free: list[int]) -> tuple[Schedule, int | None]:
@@ -134,7 +148,7 @@ def choose(party: Party, mode: str, old: World, table: Storage, free: list[int])
     Returns:
         The schedule, and in ``tight`` the bytes above ``max(old, new)`` that pieces may take: the budget less staging.
     """
-    keep = keep_schedule(old.catalogue, ROUND_BYTES)
+    keep = keep_schedule(old.catalogue, party.round_bytes)
     extra = predicted_peak(table, keep) - table.old
     sharing = party.ranks_per_node or party.world_size
     if mode == "keep" or (mode == "auto" and all(extra[rank] * sharing < FITS * free[rank] for rank in party.everyone)):

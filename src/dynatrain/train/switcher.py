@@ -9,7 +9,6 @@ trainer is an ordinary user of this class.
 """
 
 import functools
-import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,11 +24,12 @@ from dynatrain.execute.pieces import Pool
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.text import parse_layout, print_layout
-from dynatrain.train.agreement import SwitchAbortedError
-from dynatrain.train.attempt import Attempt, Order
+from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
+from dynatrain.train.attempt import Attempt
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.install import make_world, survey
 from dynatrain.train.names import NameRule, strip_wrappers
+from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
 from dynatrain.train.states import create_optimizer_state
@@ -120,13 +120,13 @@ class Switcher:
         self._recorder = recorder
         self._asked: list[Order] = []
         self._attempt: Attempt | None = None
+        self._abandoned: list[Attempt] = []
         self._settling = False
-        self._undo = False
+        self._doomed = ""
         self._edge = -1
         self._turn = 1
         self._seen = 0
-        self._told_ready = False
-        self._stepped = False
+        self._told_at = 0.0
         self._step_ended = time.perf_counter()
         self.step = 0
         self.stopped = False
@@ -156,6 +156,11 @@ class Switcher:
         return self._world.objects
 
     @property
+    def doomed(self) -> bool:
+        """Whether the step under way is taken back: it updates nothing, and comes again in the old layout."""
+        return bool(self._doomed)
+
+    @property
     def layout(self) -> Layout:
         """The present layout."""
         return self._world.layout
@@ -176,11 +181,10 @@ class Switcher:
             self._at_edge()
             if self.stopped:
                 return
-            self._stepped = False
             yield self.step
             if self._settling:
                 self._settle()
-            if not self._undo:
+            if not self._doomed:
                 self.step += 1
             self._step_ended = time.perf_counter()
             if self._recorder:
@@ -191,7 +195,7 @@ class Switcher:
         self._asked.append(Order(number=0, layout=layout, mode=mode or self._mode, at=at, by=by))
 
     def _first_world(self, layout: Layout, given: Mapping[str, Any], initial: Initial | None) -> World:
-        world = make_world(self._party, layout, on_meta=initial is not None)
+        world = make_world(self._party, self._party.groups, layout, on_meta=initial is not None)
         if initial is not None:
             initial(world, self._party.memory)
         create_optimizer_state(world.optimizer)
@@ -210,9 +214,8 @@ class Switcher:
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._settling:
                 self._settle()
-            if self._undo:
+            if self._doomed:
                 return None
-            self._stepped = True
             return original(*args, **kwargs)
 
         world.optimizer.step = step  # type: ignore[method-assign]
@@ -221,8 +224,9 @@ class Switcher:
 
     def _at_edge(self) -> None:
         self._edge += 1
-        if self._undo:
+        if self._doomed:
             self._take_back()
+        self._free_abandoned()
         if self._attempt is None:
             self._take_turn()
         if self._attempt is not None:
@@ -242,7 +246,7 @@ class Switcher:
         order = Order(**found)
         target = self._world.layout if order.verb == "stop" else self._read(order.layout)
         self._attempt = Attempt(self._party, order, target, self._world)
-        self._told_ready = False
+        self._told_at = 0.0
         if self._recorder:
             self._recorder.announced(order, self.step)
         if order.verb != "stop":
@@ -287,24 +291,18 @@ class Switcher:
 
     def _advance(self, attempt: Attempt) -> None:
         """Tell the others when this rank can begin; begin where all agreed to."""
-        board, number, rank = self._party.board, attempt.order.number, self._party.rank
-        if attempt.order.at >= 0 and self.step >= attempt.order.at - 1 and attempt.order.verb != "stop":
-            attempt.join()
-        if not self._told_ready and (attempt.order.verb == "stop" or attempt.prepared):
-            self._told_ready = True
-            if attempt.problem:
-                board.give_up(number, f"rank {rank}: {attempt.problem}")
-            elif attempt.order.at < 0 or self.step >= attempt.order.at - 1:
-                board.ready(number, rank, self._edge)
-            else:
-                self._told_ready = False
+        board, number = self._party.board, attempt.order.number
+        if not self._told_at:
+            self._tell(attempt)
         go = board.go_edge(number)
+        if go is None and (waited := self._overdue(attempt)):
+            go = board.overdue(number, waited)
         if go is None or (go.edge >= 0 and go.edge > self._edge):
             return
         board.done_with(number)
         if go.edge < 0:
-            attempt.join()
-            attempt.give_up()
+            self._abandoned.append(attempt)
+            self._free_abandoned()
             self._finish(attempt, "aborted", go.reason)
         elif attempt.order.verb == "stop":
             self.stopped = True
@@ -313,12 +311,47 @@ class Switcher:
         else:
             self._begin(attempt)
 
+    def _tell(self, attempt: Attempt) -> None:
+        """Say that this rank is ready, or why it never will be, as soon as either is known."""
+        board, order, rank = self._party.board, attempt.order, self._party.rank
+        due = order.at < 0 or self.step >= order.at - 1
+        if order.verb == "switch" and order.at >= 0 and due:
+            attempt.join(self._party.deadline)  # the step was promised: wait for it
+        if order.verb == "switch" and not attempt.prepared:
+            return
+        if attempt.problem:
+            board.give_up(order.number, attempt.problem)
+        elif due:
+            board.ready(order.number, rank, self._edge)
+        else:
+            return
+        self._told_at = time.monotonic()
+
+    def _overdue(self, attempt: Attempt) -> float:
+        """Seconds that this rank has waited for others, or for its own thread, where that is too long; else 0."""
+        if self._told_at:
+            waited, patience = time.monotonic() - self._told_at, self._party.deadline
+        elif attempt.prepared:
+            return 0.0  # a scheduled step is yet to come
+        else:
+            waited, patience = time.monotonic() - attempt.began, 2 * self._party.deadline  # build and warm
+        return waited if waited > patience else 0.0
+
+    def _free_abandoned(self) -> None:
+        """Free what attempts have made that were given up before they began, also those whose thread ended late."""
+        for attempt in self._abandoned:
+            attempt.give_up()
+        self._abandoned = [attempt for attempt in self._abandoned if not attempt.prepared]
+
     def _begin(self, attempt: Attempt) -> None:
         try:
             attempt.move()
         except SwitchAbortedError as abort:
             self._finish(attempt, "aborted", str(abort))
             return
+        except SwitchFailedError as failure:
+            self._finish(attempt, "failed", str(failure))
+            raise
         assert attempt.new is not None
         self._world = attempt.new
         self._wrap_optimizer(self._world)
@@ -333,31 +366,37 @@ class Switcher:
         assert attempt is not None
         self._settling = False
         try:
-            told = attempt.settle({})
+            told = attempt.settle()
         except SwitchAbortedError as abort:
-            self._undo = True
-            self._finish(attempt, "aborted", str(abort))
-            self._attempt = attempt  # until the edge takes it back
-            return
-        self._finish(attempt, "committed", "", told)
+            self._doomed = str(abort)  # and the edge takes it back: until then the loop uses the new objects
+        except SwitchFailedError as failure:
+            self._finish(attempt, "failed", str(failure))
+            raise
+        else:
+            self._finish(attempt, "committed", "", told)
 
     def _take_back(self) -> None:
         """At the edge after an aborted commit: the old objects again, and the same step once more."""
-        attempt = self._attempt
+        attempt, why = self._attempt, self._doomed
         assert attempt is not None
-        self._undo = False
-        self._attempt = None
-        attempt.undo()
+        self._doomed = ""
+        try:
+            attempt.undo(why)
+        except SwitchFailedError as failure:
+            self._finish(attempt, "failed", str(failure))
+            raise
         self._world = attempt.old
+        self._finish(attempt, "aborted", why)
 
     def _finish(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any] | None = None) -> None:
         self._attempt = None
-        gc.unfreeze()
+        attempt.finish()
         if self._recorder:
             self._recorder.ended(attempt, outcome, reason, self.step, told or {})
         message = reason or f"{attempt.order.layout} since step {self.step}"
         outcomes = {"committed": "done"}
         self._answer(attempt.order, outcomes.get(outcome, outcome), message, attempt.order.number)
+        self._party.hook(outcome, -1, attempt.order.number)
 
     def close(self) -> None:
         """Destroy the process groups that this object made."""
