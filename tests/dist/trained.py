@@ -114,20 +114,26 @@ def shares(sw, rank):
     """This rank's share of a digest of every (tensor, state) that does not depend on the cut: summed over ranks."""
     world, values, found = sw.world, sw.world.values(), {}
     for tensor in world.catalogue:
-        if tensor.name not in world.found or world.ownership.copy_index(tensor, rank) != 0:
+        if tensor.name not in world.found:
             continue
-        box = world.ownership.box(tensor, rank)
+        box, first = world.ownership.box(tensor, rank), world.ownership.copy_index(tensor, rank) == 0
         for state in tensor.states:
             value = array(values[tensor.name, state.name])
-            shape, box_here = (tensor.shape, box) if not state.scalar else ((), ())
-            index = np.zeros((), np.uint64)
-            for (start, stop), size in zip(box_here, shape, strict=True):
-                index = index[..., None] * np.uint64(size) + np.arange(start, stop, dtype=np.uint64)
-            words = value.view(f"u{value.itemsize}").astype(np.uint64)
-            with np.errstate(over="ignore"):
-                total = (words * (index * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))).sum(dtype=np.uint64)
-            found[tensor.name, state.name] = int(total)
+            if state.scalar:
+                found[tensor.name, state.name, float(value)] = 0  # every rank that has it must have the same
+            elif first:
+                found[tensor.name, state.name] = share(value, box, tensor.shape)
     return found
+
+
+def share(value, box, shape):
+    """The sum of an array's words, each weighted by its index in the tensor."""
+    index = np.zeros((), np.uint64)
+    for (start, stop), size in zip(box, shape, strict=True):
+        index = index[..., None] * np.uint64(size) + np.arange(start, stop, dtype=np.uint64)
+    words = value.view(f"u{value.itemsize}").astype(np.uint64)
+    with np.errstate(over="ignore"):
+        return int((words * (index * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))).sum(dtype=np.uint64))
 
 
 def summed(all_shares):

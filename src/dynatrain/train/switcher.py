@@ -339,9 +339,10 @@ class Switcher:
 
     def _free_abandoned(self) -> None:
         """Free what attempts have made that were given up before they began, also those whose thread ended late."""
+        running = [attempt for attempt in self._abandoned if not attempt.prepared]  # before: it may end meanwhile
         for attempt in self._abandoned:
             attempt.give_up()
-        self._abandoned = [attempt for attempt in self._abandoned if not attempt.prepared]
+        self._abandoned = running
 
     def _begin(self, attempt: Attempt) -> None:
         try:
