@@ -77,7 +77,12 @@ def sit_down(world):
 
 def switcher(world, layout, **more):
     """A ``Switcher`` over the job, as the rank's entry makes it."""
-    given = {"deadline": 15.0, "budget": BUDGET, "round_bytes": ROUND_BYTES, "state": {"schedule": JOB.scheduler}} | more
+    given = {
+        "deadline": 15.0,
+        "budget": BUDGET,
+        "round_bytes": ROUND_BYTES,
+        "state": {"schedule": JOB.scheduler},
+    } | more
     host, port = world.store.host, world.store.port
     board = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=20))
     return Switcher(

@@ -206,7 +206,9 @@ class Attempt:
         self._exchange("quiesce", None, objection)
 
     def _refuse_pinned(self) -> None:
-        if pinned := sorted({self.old.catalogue[tensor].name for (tensor, _), p in self._old_pieces.items() if p.pinned}):
+        if pinned := sorted(
+            {self.old.catalogue[tensor].name for (tensor, _), p in self._old_pieces.items() if p.pinned}
+        ):
             raise SwitchAbortedError(
                 f"tight mode gives storage up, and that of {', '.join(pinned)} is shared with numpy or another process "
                 "(Tensor.numpy(), share_memory_()): give those a clone, or use mode keep"

@@ -14,7 +14,6 @@ from dynatrain.plan.hashes import received_hash, sent_hash
 from dynatrain.plan.plan import RankPlan, Schedule
 from dynatrain.plan.record import PlanRecord, record_of
 from dynatrain.plan.schedule import (
-    ROUND_BYTES,
     STAGING_BYTES,
     default_budget,
     keep_schedule,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from dynatrain.cluster.board import Board
 from dynatrain.execute.pieces import Pool
 from dynatrain.execute.transport import GroupTransport, Transport
+from dynatrain.plan.schedule import ROUND_BYTES
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.names import NameRule
 from dynatrain.train.world import Build
@@ -25,9 +26,6 @@ Hook = Callable[[str, int, int], None]
 faults. Events: the phases, the executor's events of each round, ``bound`` (with the number of rounds: the new world has
 what arrived), and at the end ``committed``, ``aborted`` or ``failed``. The round is -1 where there is none. What it
 raises before the end fails the attempt."""
-
-ROUND_BYTES = 1 << 28
-"""Bytes of whole tensors that travel in one round of ``keep``; what it bounds is staging memory."""
 
 
 def _quiet(_event: str, _round: int, _switch: int) -> None:
