@@ -122,10 +122,14 @@ def test_a_failing_rank_frees_the_others_and_tight_goes_back_on_a_new_group():
 
         rank = member(world, ends, "tight", "ahead", hook=hook)
         found = outcome(world, rank, "ahead")
-        rank.executor._agree = lambda number: world.vote(f"back/{number}", yes=True)
         rank.executor._hook = lambda _event, _round: None
         back = plans(JOB, new, old, 4, backward(rounds, 1))[world.rank]
-        way = rank.executor.way_back(plan=back, transport=GroupTransport(world.group("back"), range(4)), agreed=1)
+        way = rank.executor.way_back(
+            plan=back,
+            transport=GroupTransport(world.group("back"), range(4)),
+            agreed=1,
+            agree=lambda number: world.vote(f"back/{number}", yes=True),
+        )
         way.run(10)
         return found[0], found[1] < 3, rank.misplaced(old, rank.old)
 

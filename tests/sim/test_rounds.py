@@ -180,10 +180,10 @@ def go_back(ranks, old, new, rounds):
     size = len(ranks)
     back, lines, agree = built(JOB, new, old, size, backward(rounds, agreed)), local(size), Ballot(size)
     for rank in ranks:
-        rank.agree = rank.executor._agree = agree
+        rank.agree = agree
         rank.executor._hook = lambda _event, _round: None
     ways = [
-        rank.executor.way_back(plan=plan, transport=line, agreed=agreed)
+        rank.executor.way_back(plan=plan, transport=line, agreed=agreed, agree=agree)
         for rank, plan, line in zip(ranks, back, lines, strict=True)
     ]
     assert everywhere(ranks, lambda rank: ways[rank].run(20)) == [None] * size

@@ -117,11 +117,10 @@ def compare(
         new: ownership after.
     """
     was, now = _tables(before, catalogue, old, new), _tables(after, catalogue, new, new)
-    unequal, differing = [], []
+    unequal, differing = _unequal(was, catalogue, new), []
     for (granule, grid, cells), old_copies, new_copies in zip(_walk(catalogue, new, new), was, now, strict=True):
         tensor = catalogue[granule[0]].name
         state = catalogue[granule[0]].states[granule[1]].name
-        unequal += [(tensor, state, copy) for copy, row in enumerate(old_copies) if row != old_copies[0]]
         differing += [
             Difference(tensor, state, copy, rank, cells[cell])
             for rank, (copy, cell) in sorted(grid.holders.items())
@@ -134,9 +133,31 @@ def compare(
         after=_by_kind(now, catalogue, new, new),
         groups=len(groups),
         checked=sum(len(copies) for copies in groups),
-        unequal=tuple(unequal),
+        unequal=unequal,
         differing=tuple(differing),
     )
+
+
+def unequal_copies(
+    before: torch.Tensor, catalogue: Catalogue, old: Ownership, new: Ownership
+) -> tuple[tuple[str, str, int], ...]:
+    """The ``(tensor, state, copy)`` of copies before a switch that differ from the first one; see :func:`compare`."""
+    return _unequal(_tables(before, catalogue, old, new), catalogue, new)
+
+
+def _unequal(tables: list[list[list[int]]], catalogue: Catalogue, cut: Ownership) -> tuple[tuple[str, str, int], ...]:
+    return tuple(
+        (catalogue[tensor].name, catalogue[tensor].states[state].name, copy)
+        for ((tensor, state), _, _), copies in zip(_walk(catalogue, cut, cut), tables, strict=True)
+        for copy, row in enumerate(copies)
+        if row != copies[0]
+    )
+
+
+def boxes_of_copy(tensor: Tensor, state: State, ownership: Ownership, copy: int) -> dict[int, Box]:
+    """The ranks whose pieces make up one copy of a granule, each with its box."""
+    grid = _grid(tensor, state, ownership)
+    return {rank: grid.cells[cell] for rank, (held, cell) in grid.holders.items() if held == copy}
 
 
 def _walk(

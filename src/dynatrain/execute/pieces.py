@@ -30,6 +30,11 @@ class Piece:
         object.__setattr__(self, "nbytes", self.tensor.untyped_storage().nbytes())
 
     @property
+    def pinned(self) -> bool:
+        """Whether its memory cannot be given up while somebody refers to it: numpy or another process shares it."""
+        return not self.storage.resizable()
+
+    @property
     def storage(self) -> torch.UntypedStorage:
         """The storage, one object for all tensors that alias it."""
         return self.tensor.untyped_storage()
@@ -106,7 +111,8 @@ class Pool:
         """Free the storage of a tensor that this pool gave out or holds."""
         storage = tensor.untyped_storage()
         self.held -= storage.nbytes()
-        storage.resize_(0)
+        if storage.resizable():  # else it is freed with its last holder: see Piece.pinned
+            storage.resize_(0)
 
     def restore(self, piece: Piece) -> None:
         """Give a piece that was given back its memory again, visible to all its aliases; its content is undefined."""

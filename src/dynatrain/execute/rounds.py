@@ -158,7 +158,9 @@ class Executor:
         kept = {*self.journal.handed_over, *self._adopted}
         self._give_back(self.new, [granule for granule in self.new if granule not in kept])
 
-    def way_back(self, *, plan: RankPlan, transport: Transport, agreed: int) -> "Executor":
+    def way_back(
+        self, *, plan: RankPlan, transport: Transport, agreed: int, agree: Callable[[int], bool]
+    ) -> "Executor":
         """The executor that carries what was handed over back into the old pieces, whose aliases are then alive again.
 
         Gives the new pieces of all other granules back first. Run it on every rank.
@@ -167,6 +169,7 @@ class Executor:
             plan: from the new ownership to the old one, with the schedule ``backward(schedule, agreed)``.
             transport: a new one; the old one is closed.
             agreed: the largest count of agreed rounds among the ranks.
+            agree: as for the way forth; its questions are others.
         """
         self.journal.agreed = agreed
         self.abandon()
@@ -177,7 +180,7 @@ class Executor:
             target=self._restored,
             transport=transport,
             pool=self._pool,
-            agree=self._agree,
+            agree=agree,
             hook=self._hook,
         )
 

@@ -1,7 +1,7 @@
 """The plan of one switch as one rank needs it: its own part, judged, with the numbers that the certificate tells."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,6 @@ from dynatrain.plan.hashes import received_hash, sent_hash
 from dynatrain.plan.plan import RankPlan, Schedule
 from dynatrain.plan.record import PlanRecord, record_of
 from dynatrain.plan.schedule import (
-    ROUND_BYTES,
     STAGING_BYTES,
     default_budget,
     keep_schedule,
@@ -24,7 +23,7 @@ from dynatrain.plan.schedule import (
 from dynatrain.plan.storage import Storage, alike, storage
 from dynatrain.plan.summary import PlanSummary, summarise
 from dynatrain.space.ownership import Ownership
-from dynatrain.train.agreement import SwitchAbortedError, exchange
+from dynatrain.train.agreement import SwitchAbortedError, exchange, objection_of
 from dynatrain.train.party import Party
 from dynatrain.train.world import World
 
@@ -59,17 +58,37 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Bluepri
     """Plan the switch, judge it, and agree with all ranks that both ends of every move are planned alike.
 
     Raises:
-        PlanError: no order of hand-overs fits.
-        SwitchAbortedError: the judge refuses, or the ranks' plans differ.
+        SwitchAbortedError: no order of hand-overs fits, the judge refuses, or the ranks' plans differ.
+    """
+    free = exchange(
+        party.board, f"{topic}/memory", party.rank, payload=free_bytes(party.device), timeout=party.deadline
+    ).in_order()
+    blueprint, hashes, objection = None, None, None
+    try:
+        blueprint, hashes = _draw_own(party, mode, old, new, free)
+    except Exception as problem:  # noqa: BLE001 - told to all ranks
+        objection = objection_of(problem)
+    told = exchange(
+        party.board, topic, party.rank, payload=hashes, objection=objection, timeout=party.deadline
+    ).in_order()
+    sent, received = (sum(column) % MODULUS for column in zip(*told, strict=True))
+    if sent != received:
+        raise SwitchAbortedError(f"senders planned {sent:016x}, receivers {received:016x}: the ranks' plans differ")
+    assert blueprint is not None
+    return replace(blueprint, plan_hash=sent)
+
+
+def _draw_own(party: Party, mode: str, old: World, new: World, free: list[int]) -> tuple[Blueprint, list[int]]:
+    """This rank's blueprint, and its part of the hashes of all sends and all receives.
+
+    Raises:
+        PlanError: no order of hand-overs fits, or the judge refuses.
     """
     assert old.ownership is not None
     assert new.ownership is not None
     catalogue, before, after = old.catalogue, old.ownership, new.ownership
     adoptable = may_adopt(old, after)
     table = storage(catalogue, before, after, adoptable=adoptable)
-    free = exchange(
-        party.board, f"{topic}/memory", party.rank, payload=free_bytes(party.device), timeout=party.deadline
-    ).in_order()
     schedule, budget = choose(party, mode, old, table, free)
     part = rank_plan(
         catalogue, before, after, party.rank, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable
@@ -92,18 +111,11 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Bluepri
             ranks_per_node=party.ranks_per_node,
             adoptable=adoptable,
         )
-    hashes = exchange(
-        party.board,
-        topic,
-        party.rank,
-        payload=[sent_hash(catalogue, part), received_hash(catalogue, part)],
-        error="the judge refuses the plan: " + "; ".join(problems) if problems else "",
-        timeout=party.deadline,
-    ).in_order()
-    sent, received = (sum(column) % MODULUS for column in zip(*hashes, strict=True))
-    if sent != received:
-        raise SwitchAbortedError(f"senders planned {sent:016x}, receivers {received:016x}: the ranks' plans differ")
-    return Blueprint(part, sent, tuple(predicted_peak(table, schedule).tolist()), coverage, summary, record)
+    if problems:
+        raise PlanError("the judge refuses the plan: " + "; ".join(problems))
+    own = sent_hash(catalogue, part)
+    blueprint = Blueprint(part, own, tuple(predicted_peak(table, schedule).tolist()), coverage, summary, record)
+    return blueprint, [own, received_hash(catalogue, part)]
 
 
 def may_adopt(old: World, after: Ownership) -> Callable[[int], bool]:
@@ -135,7 +147,7 @@ def choose(party: Party, mode: str, old: World, table: Storage, free: list[int])
     Returns:
         The schedule, and in ``tight`` the bytes above ``max(old, new)`` that pieces may take: the budget less staging.
     """
-    keep = keep_schedule(old.catalogue, ROUND_BYTES)
+    keep = keep_schedule(old.catalogue, party.round_bytes)
     extra = predicted_peak(table, keep) - table.old
     sharing = party.ranks_per_node or party.world_size
     if mode == "keep" or (mode == "auto" and all(extra[rank] * sharing < FITS * free[rank] for rank in party.everyone)):

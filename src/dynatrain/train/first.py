@@ -23,7 +23,7 @@ def first_world(party: Party, layout: Layout, initial: Initial | None) -> World:
     Raises:
         UnplacedTensorError, UnknownStateError, UnknownHookError: what could not be switched, by name.
     """
-    world = make_world(party, layout, on_meta=initial is not None)
+    world = make_world(party, party.groups, layout, on_meta=initial is not None)
     if initial is not None:
         initial(world, party.memory)
     create_optimizer_state(world.optimizer)

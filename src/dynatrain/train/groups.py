@@ -1,10 +1,16 @@
 """Process groups, pooled by (generation, purpose, members): a layout that returns finds its groups again.
 
 Moves, checks and control never share a group with training, so that a failed move is torn down alone.
+
+What a switch makes is its own until it commits (:meth:`GroupPool.draft`): an attempt that was given up may have made a
+group on some members only, and the next attempt, which would find it there and not on the others, would wait for ever.
+For the same reason the name of a group says which switch made it, and no group is made before all its members have
+come: torch waits inside the store, where nobody can call a thread back.
 """
 
 import itertools
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -15,9 +21,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from dynatrain.layout.layout import AXES, Coordinates, Layout
 from dynatrain.train.torch_private import clear_dtensor_caches, named_group
 
+_POLL = (0.0005, 0.01)  # seconds between two looks: at first, at most
+
+_Key = tuple[str, tuple[int, ...]]
+
+
+class GroupError(RuntimeError):
+    """A group cannot be had: members did not come in time, or its switch was given up meanwhile."""
+
 
 class GroupPool:
-    """All process groups of one generation of one rank.
+    """All process groups of one generation of one rank, or those that one switch has made so far.
 
     Owns what it makes: :meth:`discard` and :meth:`close` destroy exactly those. Members of a group must ask for it in
     the same order relative to each other; every rank derives its requests from the layout alone, which gives that.
@@ -28,21 +42,58 @@ class GroupPool:
         generation: number of the world; part of every group's name.
         backend: ``gloo`` or ``nccl``.
         timeout_seconds: of the training groups' operations.
+        base: the pool that a switch draws on; None for the standing one.
+        switch: number of the switch, 0 for none; part of every group's name.
+        patience: seconds in which all members of a new group must come.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, generation: int, backend: str, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        generation: int,
+        backend: str,
+        timeout_seconds: float,
+        base: "GroupPool | None" = None,
+        switch: int = 0,
+        patience: float = 1800.0,
+    ) -> None:
         self.store = store
         self.rank = rank
         self.generation = generation
         self.backend = backend
         self.timeout_seconds = timeout_seconds
-        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-        self._attempts: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._base = base
+        self._switch = switch
+        self._patience = patience
+        self._groups: dict[_Key, dist.ProcessGroup] = {}
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self._closed = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def draft(self, switch: int, patience: float) -> "GroupPool":
+        """A pool on top of this one for what a switch makes; then :meth:`keep` or :meth:`close` it."""
+        return GroupPool(
+            self.store,
+            rank=self.rank,
+            generation=self.generation,
+            backend=self.backend,
+            timeout_seconds=self.timeout_seconds,
+            base=self,
+            switch=switch,
+            patience=patience,
+        )
+
+    def keep(self) -> None:
+        """The switch is committed: what it made belongs to the standing pool."""
+        assert self._base is not None
+        self._base._groups |= self._groups  # noqa: SLF001
+        self._base._meshes |= self._meshes  # noqa: SLF001
+        self._groups, self._meshes = {}, {}
 
     def get(
         self, purpose: str, members: Sequence[int], *, backend: str = "", timeout_seconds: float = 0.0
@@ -52,39 +103,52 @@ class GroupPool:
         Blocks on first use until all members ask.
 
         Args:
-            purpose: ``mesh``, ``moves``, ``check``, ``tied``: groups of different purposes never share connections.
+            purpose: ``mesh``, ``moves``, ``check``, ``back``: groups of different purposes never share connections.
             members: global ranks in group order.
             backend: other than the pool's (control traffic stays on gloo).
             timeout_seconds: other than the pool's.
+
+        Raises:
+            GroupError: members did not come in time, and are named; or this pool was closed meanwhile.
         """
         key = (purpose, tuple(members))
+        if (found := self._find(key)) is not None:
+            return found
+        name = f"g{self.generation}.s{self._switch}.{purpose}." + "_".join(map(str, members))
+        self._meet(name, members)
+        group = named_group(
+            name,
+            list(members),
+            backend or self.backend,
+            self.store,
+            timedelta(seconds=timeout_seconds or self.timeout_seconds),
+        )
+        self._forget(name, len(members))
         with self._lock:
-            if key not in self._groups:
-                attempt = self._attempts.setdefault(key, 0)
-                name = f"g{self.generation}.{purpose}.{attempt}." + "_".join(map(str, members))
-                self._groups[key] = named_group(
-                    name,
-                    list(members),
-                    backend or self.backend,
-                    self.store,
-                    timedelta(seconds=timeout_seconds or self.timeout_seconds),
-                )
-            return self._groups[key]
+            if not self._closed:
+                self._groups[key] = group
+                return group
+        dist.destroy_process_group(group)
+        raise GroupError("the switch was given up")
 
     def discard(self, purpose: str, members: Sequence[int]) -> None:
-        """Destroy one group, releasing peers that wait in it; the next :meth:`get` makes a new one."""
+        """Destroy one group wherever it is pooled, releasing peers that wait in it. All members do."""
         key = (purpose, tuple(members))
         with self._lock:
             group = self._groups.pop(key, None)
-            self._attempts[key] = self._attempts.get(key, 0) + 1
         if group is not None:
             dist.destroy_process_group(group)
+        if self._base is not None:
+            self._base.discard(purpose, members)
 
     def close(self) -> None:
-        """Destroy all groups; DTensor's caches forget them first."""
-        clear_dtensor_caches()
+        """Destroy all groups that this pool made; DTensor's caches forget them first. Nothing is made any more."""
+        with self._lock:
+            self._closed = True
+        if self._groups:
+            clear_dtensor_caches()
         for purpose, members in list(self._groups):
-            self.discard(purpose, members)
+            dist.destroy_process_group(self._groups.pop((purpose, members)))
         self._meshes.clear()
 
     def mesh(self, layout: Layout, device_type: str) -> DeviceMesh:
@@ -92,11 +156,37 @@ class GroupPool:
         ranks = rank_grid(layout)
         shape = tuple(layout.size(axis) for axis in AXES)
         key = (*shape, *ranks)
+        if self._base is not None and (found := self._base._meshes.get(key)) is not None:  # noqa: SLF001
+            return found
         if key not in self._meshes:
             grid = torch.tensor(ranks, dtype=torch.int).view(shape)
             mine = [self.get("mesh", axis_members(layout, axis, self.rank)) for axis in AXES]
             self._meshes[key] = DeviceMesh.from_group(mine, device_type, mesh=grid, mesh_dim_names=AXES)
         return self._meshes[key]
+
+    def _find(self, key: _Key) -> dist.ProcessGroup | None:
+        found = self._groups.get(key)
+        return self._base._find(key) if found is None and self._base is not None else found  # noqa: SLF001
+
+    def _meet(self, name: str, members: Sequence[int]) -> None:
+        """Wait, without blocking inside the store, until all members ask for the group."""
+        end = time.monotonic() + self._patience
+        pause, longest = _POLL
+        self.store.append(f"{name}/came", f"{self.rank} ")
+        while missing := set(members) - {int(rank) for rank in self.store.get(f"{name}/came").split()}:
+            if self._closed:
+                raise GroupError("the switch was given up")
+            if time.monotonic() > end:
+                raise GroupError(f"ranks {sorted(missing)} did not come to make a group within {self._patience:g} s")
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest)
+
+    def _forget(self, name: str, size: int) -> None:
+        """The last member that is connected takes everything about the group off the store."""
+        if int(self.store.add(f"{name}/made", 1)) == size:
+            for key in self.store.list_keys():
+                if key.startswith(f"{name}/"):
+                    self.store.delete_key(key)
 
 
 def rank_grid(layout: Layout) -> list[int]:

@@ -13,6 +13,7 @@ from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.adopt import adopt, shard_like
 from dynatrain.train.agreement import exchange
+from dynatrain.train.groups import GroupPool
 from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
 from dynatrain.train.live import Described, Entry, UnplacedTensorError, describe, entries, merge
 from dynatrain.train.party import Party
@@ -22,9 +23,9 @@ from dynatrain.train.torch_private import local_tensor
 from dynatrain.train.world import World, as_parts, carry_groups, is_scheduler
 
 
-def make_world(party: Party, layout: Layout, *, on_meta: bool) -> World:
-    """Run the user's build for ``layout``. Allocates no state when ``on_meta``."""
-    mesh = party.groups.mesh(layout, party.device.type)
+def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool) -> World:
+    """Run the user's build for ``layout`` over a mesh of ``groups``. Allocates no state when ``on_meta``."""
+    mesh = groups.mesh(layout, party.device.type)
     if on_meta:
         with torch.device("meta"):
             model, optimizer = party.build(mesh, layout)
@@ -98,7 +99,7 @@ def match_catalogue(old: World, catalogue: Catalogue) -> list[str]:
     return sorted(problems)
 
 
-def bind(party: Party, old: World, new: World, pieces: Pieces) -> dict[str, Any]:
+def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     """Put the arrived pieces into the new modules, optimizer and registered objects.
 
     Args:
@@ -106,9 +107,6 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> dict[str, Any]
         old: the world that still holds.
         new: built on meta; mutated.
         pieces: of the new ownership, filled.
-
-    Returns:
-        The registered objects' state dicts before, for :func:`unbind`.
     """
     by_name: dict[str, dict[str, torch.Tensor]] = {}
     for (index, number), piece in pieces.items():
@@ -118,7 +116,7 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> dict[str, Any]
     new.found = adopt(new.parts, new.found, flats, [new.optimizer])
     _bind_optimizer(old, new, by_name)
     carry_hooks(old, new)
-    return _bind_objects(party, old, new, by_name)
+    _bind_objects(party, old, new, by_name)
 
 
 def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,10 +142,7 @@ def _bind_optimizer(old: World, new: World, by_name: Mapping[str, Mapping[str, t
     carry_groups(old.optimizer, new.optimizer, *names)
 
 
-def _bind_objects(
-    party: Party, old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]
-) -> dict[str, Any]:
-    before = {}
+def _bind_objects(party: Party, old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     held = old.object_leaves()
     for label, thing in old.objects.items():
         if label in party.factories:
@@ -155,13 +150,11 @@ def _bind_objects(
             new.objects[label].load_state_dict(snapshot(thing.state_dict(), ()))
         else:
             new.objects[label] = thing
-            before[label] = snapshot(thing.state_dict(), held[label])
             arrived = _new_leaves(held[label], old, new, by_name)
             thing.load_state_dict(replace_leaves(thing.state_dict(), held[label], arrived))
     # A scheduler's constructor writes learning rates; the old ones stand.
     names = [{id(entry.value): name for name, entry in world.found.items()} for world in (old, new)]
     carry_groups(old.optimizer, new.optimizer, *names)
-    return before
 
 
 def _new_leaves(
@@ -194,8 +187,22 @@ def _sharded(leaf: Leaf) -> bool:
     return not hasattr(leaf.value, "device_mesh")
 
 
+def remember(party: Party, world: World) -> dict[str, Any]:
+    """What the registered objects hold, for :func:`unbind`.
+
+    The tensors that a switch moves are kept as they are, because nothing writes the old ones; all else is copied: an
+    object may hand out what it goes on to write.
+    """
+    held = world.object_leaves()
+    return {
+        label: snapshot(thing.state_dict(), held.get(label, ()))
+        for label, thing in world.objects.items()
+        if label not in party.factories
+    }
+
+
 def unbind(old: World, before: Mapping[str, Any]) -> None:
-    """Give the registered objects back what they held before :func:`bind`."""
+    """Give the registered objects back what :func:`remember` found."""
     for label, state in before.items():
         old.objects[label].load_state_dict(state)
 

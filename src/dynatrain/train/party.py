@@ -10,6 +10,7 @@ import torch.distributed as dist
 from dynatrain.cluster.board import Board
 from dynatrain.execute.pieces import Pool
 from dynatrain.execute.transport import GroupTransport, Transport
+from dynatrain.plan.schedule import ROUND_BYTES
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.names import NameRule
 from dynatrain.train.world import Build
@@ -17,11 +18,17 @@ from dynatrain.train.world import Build
 PHASES = ("build", "warm", "quiesce", "move", "check", "commit")
 """Phases of a switch in order; the ones after ``warm`` are inside the stall, except that ``check`` overlaps a step."""
 
-Hook = Callable[[str, int], None]
-"""Told of ``(phase or event, round)`` as a switch goes on; tests inject faults here, heartbeats report from here."""
+ENDS = ("committed", "aborted", "failed")
+"""How a switch can end."""
+
+Hook = Callable[[str, int, int], None]
+"""Told of ``(event, round, number of the switch)`` as a switch goes on; heartbeats report from here, tests inject
+faults. Events: the phases, the executor's events of each round, ``bound`` (with the number of rounds: the new world has
+what arrived), and at the end ``committed``, ``aborted`` or ``failed``. The round is -1 where there is none. What it
+raises before the end fails the attempt."""
 
 
-def _quiet(_event: str, _round: int) -> None:
+def _quiet(_event: str, _round: int, _switch: int) -> None:
     return
 
 
@@ -41,6 +48,7 @@ class Party:
         factories: makers of objects that belong to an optimizer (schedulers), by label.
         deadline: seconds that each phase may take.
         budget: bytes over max(old, new) in ``tight``; 0 for the least that suffices.
+        round_bytes: bytes of whole tensors in one round of ``keep``.
         ranks_per_node: how ranks share machines; None for one machine.
         transport: makes the transport of a switch from its group; tests put a double in between.
         hook: told of phases and rounds.
@@ -57,6 +65,7 @@ class Party:
     factories: dict[str, Callable[[torch.optim.Optimizer], Any]]
     deadline: float = 60.0
     budget: int = 0
+    round_bytes: int = ROUND_BYTES
     ranks_per_node: int | None = None
     transport: Callable[[dist.ProcessGroup, range], Transport] = GroupTransport
     hook: Hook = field(default=_quiet)

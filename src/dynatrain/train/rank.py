@@ -21,6 +21,7 @@ from dynatrain.observe.log import Log
 from dynatrain.space.run_check import CheckedRun, check_run
 from dynatrain.train.optimizer import OptimizerSettings
 from dynatrain.train.parallel import Precision
+from dynatrain.train.party import ENDS, PHASES
 from dynatrain.train.probe import probe
 from dynatrain.train.record import Recorder
 from dynatrain.train.switcher import Switcher
@@ -81,7 +82,7 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
         recorder=recorder,
         legal=lambda text: legal_layout(checked, text, context.world_size),
         device=device,
-        hook=progress.phase,
+        hook=progress.event,
     )
     with Log(context.folder.metrics, generation=context.generation, attempt=context.attempt) as log:
 
@@ -105,20 +106,32 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
 
 
 class _Progress:
-    """Tells the agent what this rank is at, from whichever thread."""
+    """Tells the agent what this rank is at, from whichever thread.
+
+    While a switch is prepared beside training, its phase is what is told: that is what a rank's end then concerns.
+    """
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
         self._step = 0
+        self._phase = "train"
+        self._switch = 0
 
     def step(self, step: int) -> None:
         """A step has ended."""
         self._step = step
-        self._seat.heart.at(step=step, phase="train")
+        self._tell()
 
-    def phase(self, phase: str, _round: int) -> None:
-        """A phase of a switch, or an event within it, begins."""
-        self._seat.heart.at(step=self._step, phase=phase)
+    def event(self, event: str, _round: int, switch: int) -> None:
+        """A phase of a switch, or an event within it, or its end."""
+        if event in PHASES:
+            self._phase, self._switch = event, switch
+        elif event in ENDS:
+            self._phase, self._switch = "train", 0
+        self._tell()
+
+    def _tell(self) -> None:
+        self._seat.heart.at(step=self._step, phase=self._phase, switch=self._switch)
 
 
 def job_of(checked: CheckedRun) -> Job:

@@ -27,7 +27,8 @@ from dynatrain.observe.atomic import write_atomically
 from dynatrain.observe.log import Log
 from dynatrain.observe.run import RunFolder
 from dynatrain.plan.summary import PlanSummary, floor_seconds
-from dynatrain.train.attempt import Attempt, Order
+from dynatrain.train.attempt import Attempt
+from dynatrain.train.order import Order
 from dynatrain.train.probe import Rates
 
 SETTLED = 8

@@ -9,12 +9,10 @@ trainer is an ordinary user of this class.
 """
 
 import functools
-import gc
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import MethodType
 from typing import Any
 
@@ -27,22 +25,21 @@ from dynatrain.execute.pieces import Pool
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.text import print_layout
-from dynatrain.train.agreement import SwitchAbortedError
-from dynatrain.train.attempt import Attempt, Order
+from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
+from dynatrain.train.attempt import Attempt
 from dynatrain.train.first import Initial, first_world, join
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.install import survey
 from dynatrain.train.names import NameRule, strip_wrappers
+from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
 from dynatrain.train.targets import DataParallel, Read, same_meaning, whole_world
 from dynatrain.train.torch_private import default_store, unreduced_gradients
+from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
 
 _LOG = logging.getLogger(__name__)
-
-LEAD_STEPS = 2
-"""A scheduled switch is announced that many steps before its step, so that it is built beside training."""
 
 
 class Switcher:
@@ -117,26 +114,24 @@ class Switcher:
             budget=budget,
             **more,
         )
-        self._mode = mode
+        self._wishes = Wishes(self._party.board, schedule or {}, mode)
         self._recorder = recorder
-        self._asked: list[Order] = []
         self._attempt: Attempt | None = None
+        self._abandoned: list[Attempt] = []
         self._settling = False
-        self._undo = False
+        self._doomed = ""
         self._edge = -1
         self._turn = 1
-        self._seen = 0
-        self._told_ready = False
+        self._told_at = 0.0
         self._stepped = False
         self._step_ended = time.perf_counter()
         self.step = 0
         self.stopped = False
-        self._schedule = dict(schedule or {})
         read = legal or whole_world(world_size)
         try:
             self._world = first_world(self._party, read(layout), initial)
             self._read = same_meaning(read, self.layout, self.parts, data_parallel)
-            for text in self._schedule.values():
+            for text in (schedule or {}).values():
                 self._read(text)
             for label, thing in (state or {}).items():
                 join(self._party, self._world, label, thing)
@@ -171,6 +166,11 @@ class Switcher:
         return self._world.objects
 
     @property
+    def doomed(self) -> bool:
+        """Whether the step under way is taken back: it updates nothing, and comes again in the old layout."""
+        return bool(self._doomed)
+
+    @property
     def layout(self) -> Layout:
         """The present layout."""
         return self._world.layout
@@ -195,7 +195,7 @@ class Switcher:
             yield self.step
             if self._settling:
                 self._settle()
-            if not self._undo:
+            if not self._doomed:
                 self.step += 1
             self._step_ended = time.perf_counter()
             if self._recorder:
@@ -230,7 +230,7 @@ class Switcher:
             LayoutError: this job cannot have it.
         """
         self._read(layout)
-        self._asked.append(Order(number=0, layout=layout, mode=mode or self._mode, at=at, by=by))
+        self._wishes.add(layout, mode=mode, at=at, by=by)
 
     def _wrap_optimizer(self, world: World) -> None:
         """The first step after a switch decides it; where it is taken back, that step does nothing."""
@@ -240,7 +240,7 @@ class Switcher:
         def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self._settling:
                 self._settle()
-            if self._undo:
+            if self._doomed:
                 return None
             self._stepped = True
             return original(*args, **kwargs)
@@ -252,8 +252,9 @@ class Switcher:
 
     def _at_edge(self) -> None:
         self._edge += 1
-        if self._undo:
+        if self._doomed:
             self._take_back()
+        self._free_abandoned()
         if self._attempt is None:
             self._take_turn()
         if self._attempt is not None:
@@ -273,28 +274,17 @@ class Switcher:
         order = Order(**found)
         target = self._world.layout if order.verb == "stop" else self._read(order.layout)
         self._attempt = Attempt(self._party, order, target, self._world)
-        self._told_ready = False
+        self._told_at = 0.0
         if self._recorder:
             self._recorder.announced(order, self.step)
         if order.verb != "stop":
             self._attempt.start()
 
     def _choose(self) -> Order | None:
-        """What rank 0 wants next: a request, or a scheduled switch whose step is near."""
-        due = sorted(at for at in self._schedule if at - LEAD_STEPS <= self.step)
-        if due:
-            at = due[0]
-            self._asked.append(Order(number=0, layout=self._schedule.pop(at), mode=self._mode, at=at, by="schedule"))
-        while (news := self._party.board.news()) > self._seen:
-            del news
-            text = self._party.board.read(self._seen)
-            if text is not None:
-                self._asked.append(_order_of(json.loads(text), self._seen, self._mode))
-            self._seen += 1
-        while self._asked:
-            order = self._asked.pop(0)
+        """What rank 0 wants next."""
+        for order in self._wishes.due(self.step):
             if (refusal := self._refuse(order)) is None:
-                return Order(**(asdict(order) | {"number": self._turn}))
+                return replace(order, number=self._turn)
             self._answer(order, *refusal)
         return None
 
@@ -311,31 +301,23 @@ class Switcher:
         return None
 
     def _answer(self, order: Order, outcome: str, message: str, switch: int | None = None) -> None:
-        if self._party.rank == 0 and order.request >= 0:
-            self._party.board.answer(
-                order.request, json.dumps({"outcome": outcome, "message": message, "switch": switch})
-            )
+        if self._party.rank == 0:
+            self._wishes.answer(order, outcome, message, switch)
 
     def _advance(self, attempt: Attempt) -> None:
         """Tell the others when this rank can begin; begin where all agreed to."""
-        board, number, rank = self._party.board, attempt.order.number, self._party.rank
-        if attempt.order.at >= 0 and self.step >= attempt.order.at - 1 and attempt.order.verb != "stop":
-            attempt.join()
-        if not self._told_ready and (attempt.order.verb == "stop" or attempt.prepared):
-            self._told_ready = True
-            if attempt.problem:
-                board.give_up(number, f"rank {rank}: {attempt.problem}")
-            elif attempt.order.at < 0 or self.step >= attempt.order.at - 1:
-                board.ready(number, rank, self._edge)
-            else:
-                self._told_ready = False
+        board, number = self._party.board, attempt.order.number
+        if not self._told_at:
+            self._tell(attempt)
         go = board.go_edge(number)
+        if go is None and (waited := self._overdue(attempt)):
+            go = board.overdue(number, waited)
         if go is None or (go.edge >= 0 and (go.edge > self._edge or self._accumulating())):
             return
         board.done_with(number)
         if go.edge < 0:
-            attempt.join()
-            attempt.give_up()
+            self._abandoned.append(attempt)
+            self._free_abandoned()
             self._finish(attempt, "aborted", go.reason)
         elif attempt.order.verb == "stop":
             self.stopped = True
@@ -350,12 +332,48 @@ class Switcher:
         pending = any(grad is not None for grad in grads) or any(map(unreduced_gradients, self.parts))
         return not self._stepped and pending
 
+    def _tell(self, attempt: Attempt) -> None:
+        """Say that this rank is ready, or why it never will be, as soon as either is known."""
+        board, order, rank = self._party.board, attempt.order, self._party.rank
+        due = order.at < 0 or self.step >= order.at - 1
+        if order.verb == "switch" and order.at >= 0 and due:
+            attempt.join(self._party.deadline)  # the step was promised: wait for it
+        if order.verb == "switch" and not attempt.prepared:
+            return
+        if attempt.problem:
+            board.give_up(order.number, attempt.problem)
+        elif due:
+            board.ready(order.number, rank, self._edge)
+        else:
+            return
+        self._told_at = time.monotonic()
+
+    def _overdue(self, attempt: Attempt) -> float:
+        """Seconds that this rank has waited for others, or for its own thread, where that is too long; else 0."""
+        if self._told_at:
+            waited, patience = time.monotonic() - self._told_at, self._party.deadline
+        elif attempt.prepared:
+            return 0.0  # a scheduled step is yet to come
+        else:
+            waited, patience = time.monotonic() - attempt.began, 2 * self._party.deadline  # build and warm
+        return waited if waited > patience else 0.0
+
+    def _free_abandoned(self) -> None:
+        """Free what attempts have made that were given up before they began, also those whose thread ended late."""
+        running = [attempt for attempt in self._abandoned if not attempt.prepared]  # before: it may end meanwhile
+        for attempt in self._abandoned:
+            attempt.give_up()
+        self._abandoned = running
+
     def _begin(self, attempt: Attempt) -> None:
         try:
             attempt.move()
         except SwitchAbortedError as abort:
             self._finish(attempt, "aborted", str(abort))
             return
+        except SwitchFailedError as failure:
+            self._finish(attempt, "failed", str(failure))
+            raise
         assert attempt.new is not None
         self._world = attempt.new
         self._wrap_optimizer(self._world)
@@ -370,26 +388,31 @@ class Switcher:
         assert attempt is not None
         self._settling = False
         try:
-            told = attempt.settle({})
+            told = attempt.settle()
         except SwitchAbortedError as abort:
-            self._undo = True
-            self._finish(attempt, "aborted", str(abort))
-            self._attempt = attempt  # until the edge takes it back
-            return
-        self._finish(attempt, "committed", "", told)
+            self._doomed = str(abort)  # and the edge takes it back: until then the loop uses the new objects
+        except SwitchFailedError as failure:
+            self._finish(attempt, "failed", str(failure))
+            raise
+        else:
+            self._finish(attempt, "committed", "", told)
 
     def _take_back(self) -> None:
         """At the edge after an aborted commit: the old objects again, and the same step once more."""
-        attempt = self._attempt
+        attempt, why = self._attempt, self._doomed
         assert attempt is not None
-        self._undo = False
-        self._attempt = None
-        attempt.undo()
+        self._doomed = ""
+        try:
+            attempt.undo(why)
+        except SwitchFailedError as failure:
+            self._finish(attempt, "failed", str(failure))
+            raise
         self._world = attempt.old
+        self._finish(attempt, "aborted", why)
 
     def _finish(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any] | None = None) -> None:
         self._attempt = None
-        gc.unfreeze()
+        attempt.finish()
         if outcome != "committed" and self._party.rank == 0:
             _LOG.warning("switch %d to %s: %s: %s", attempt.order.number, attempt.order.layout, outcome, reason)
         if self._recorder:
@@ -397,20 +420,8 @@ class Switcher:
         message = reason or f"{attempt.order.layout} since step {self.step}"
         outcomes = {"committed": "done"}
         self._answer(attempt.order, outcomes.get(outcome, outcome), message, attempt.order.number)
+        self._party.hook(outcome, -1, attempt.order.number)
 
     def close(self) -> None:
         """Destroy the process groups that this object made."""
         self._party.groups.close()
-
-
-def _order_of(record: Mapping[str, Any], request: int, mode: str) -> Order:
-    arguments = record.get("arguments", {})
-    return Order(
-        number=0,
-        layout=arguments.get("layout", ""),
-        mode=arguments.get("mode", mode),
-        verb=record["verb"],
-        by=record.get("by", ""),
-        request=request,
-        request_id=record.get("id", ""),
-    )

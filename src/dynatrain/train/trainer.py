@@ -150,6 +150,8 @@ class Trainer:
         self.switcher.state["schedule"].step()
         optimizer.zero_grad()
         seconds = time.perf_counter() - began
+        if self.switcher.doomed:
+            return  # it comes again
         self._after_step(
             StepResult(step=step, loss=loss, grad_norm=norm, lr=rate, tokens=tokens, seconds=seconds, ids=ids)
         )

@@ -1,0 +1,28 @@
+"""What all ranks agreed to do next."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What all ranks agreed to do next.
+
+    Attributes:
+        number: of the switch in this run, from 1.
+        layout: target, as text.
+        mode: ``keep``, ``tight`` or ``auto``.
+        at: first step that is to run in the new layout; -1 for as soon as all are ready.
+        verb: ``switch`` or ``stop``.
+        by: who asked.
+        request: number of the request on the board; -1 for none.
+        request_id: its id, or empty.
+    """
+
+    number: int
+    layout: str
+    mode: str = "auto"
+    at: int = -1
+    verb: str = "switch"
+    by: str = ""
+    request: int = -1
+    request_id: str = ""

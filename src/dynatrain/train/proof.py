@@ -1,0 +1,128 @@
+"""Whether a switch changed a bit: digests of the old world and of the new one, compared by all ranks together."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from dynatrain.execute.census import (
+    DigestReport,
+    boxes_of_copy,
+    compare,
+    digest_vector,
+    unequal_copies,
+)
+from dynatrain.execute.locate import Side, first_unlike
+from dynatrain.execute.pieces import Pieces
+from dynatrain.plan.plan import Granule
+from dynatrain.space.box import whole
+from dynatrain.space.ownership import Ownership
+from dynatrain.space.tensor import Catalogue
+
+_SHOWN = 4
+"""Pieces that differ and are named; the rest is counted."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Proof:
+    """The digests of one switch on one rank.
+
+    Methods that talk to the other ranks are called by all, over a group that nothing else uses meanwhile.
+
+    Attributes:
+        catalogue: all tensors.
+        old: ownership before.
+        new: ownership after.
+        rank: this rank.
+        before: this rank's share of the digests of the old pieces; None until :meth:`note`.
+        report: the verdict, equal on all ranks; None until :meth:`judge`.
+    """
+
+    catalogue: Catalogue
+    old: Ownership
+    new: Ownership
+    rank: int
+    before: torch.Tensor | None = None
+    report: DigestReport | None = None
+
+    def note(self, pieces: Pieces) -> None:
+        """Digest the old pieces, once; the next calls change nothing."""
+        if self.before is None:
+            self.before = digest_vector(pieces, self.catalogue, self.old, self.new, self.rank)
+
+    def restored(self, pieces: Pieces) -> bool:
+        """Whether the old pieces have the digests that were noted."""
+        assert self.before is not None
+        return bool(self.before.equal(digest_vector(pieces, self.catalogue, self.old, self.new, self.rank)))
+
+    def unequal(self, pieces: Pieces, group: dist.ProcessGroup) -> str:
+        """Which copies of the old state differ from one another; empty where none do."""
+        assert self.before is not None
+        found = unequal_copies(_total(self.before, group), self.catalogue, self.old, self.new)
+        return self._name_unequal(found, pieces, group) if found else ""
+
+    def after(self, pieces: Pieces) -> torch.Tensor:
+        """This rank's share of the digests of the new pieces."""
+        return digest_vector(pieces, self.catalogue, self.new, self.new, self.rank)
+
+    def judge(self, after: torch.Tensor, old: Pieces | None, new: Pieces, group: dist.ProcessGroup) -> str:
+        """Compare all digests; what is wrong, equally on all ranks, or empty.
+
+        Args:
+            after: of :meth:`after`.
+            old: the old pieces; None where they are gone, and then no index can be named.
+            new: the new pieces.
+            group: of all ranks.
+        """
+        assert self.before is not None
+        both = _total(torch.cat([self.before, after]), group)
+        before, after = both[: len(self.before)], both[len(self.before) :]
+        self.report = compare(before, after, self.catalogue, self.old, self.new)
+        if self.report.unequal:
+            return self._name_unequal(self.report.unequal, old, group)
+        if not self.report.differing:
+            return ""
+        return "digests differ after the move: " + self._name_differing(self.report, old, new, group)
+
+    def _name_differing(self, report: DigestReport, old: Pieces | None, new: Pieces, group: dist.ProcessGroup) -> str:
+        words = [f"{d.tensor} {d.state} on rank {d.rank} in box {d.box}" for d in report.differing[:_SHOWN]]
+        first = report.differing[0]
+        if old is not None:
+            granule = self._granule(first.tensor, first.state)
+            sides = self._side(old, self.old, granule, 0), Side(new, {first.rank: first.box})
+            index = first_unlike(*sides, granule, first.box, self.rank, lambda shares: _total(shares, group))
+            words[0] += f", first at index {index}"
+        if more := len(report.differing) - len(words):
+            words.append(f"{more} more")
+        return "; ".join(words)
+
+    def _name_unequal(
+        self, unequal: tuple[tuple[str, str, int], ...], old: Pieces | None, group: dist.ProcessGroup
+    ) -> str:
+        tensor, state, copy = unequal[0]
+        said = f"copies 0 and {copy} of {tensor} {state} differed before the switch"
+        if old is not None:
+            granule = self._granule(tensor, state)
+            one, other = (self._side(old, self.old, granule, which) for which in (0, copy))
+            box = whole(self.catalogue[granule[0]].state_shape(self.catalogue[granule[0]].states[granule[1]]))
+            index = first_unlike(one, other, granule, box, self.rank, lambda shares: _total(shares, group))
+            said += f", first at index {index}: ranks {one.holder(index)} and {other.holder(index)} held other bits"
+        if more := len(unequal) - 1:
+            said += f"; and {more} more copies"
+        return said
+
+    def _granule(self, tensor: str, state: str) -> Granule:
+        index = next(i for i, one in enumerate(self.catalogue) if one.name == tensor)
+        number = next(n for n, one in enumerate(self.catalogue[index].states) if one.name == state)
+        return index, number
+
+    def _side(self, pieces: Pieces, ownership: Ownership, granule: Granule, copy: int) -> Side:
+        tensor = self.catalogue[granule[0]]
+        return Side(pieces, boxes_of_copy(tensor, tensor.states[granule[1]], ownership, copy))
+
+
+def _total(shares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over the ranks, mod 2^64."""
+    total = shares.clone()
+    dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,33 @@
+"""The random streams of a process, so that a step that is taken back has drawn nothing from them."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Where the process-wide generators stand: Python's, numpy's, torch's on the host and on this rank's device."""
+
+    python: Any
+    numpy: Any
+    host: torch.Tensor
+    device: torch.Tensor | None
+
+    @classmethod
+    def read(cls, device: torch.device) -> "Streams":
+        """Where they stand now."""
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        # The old face of numpy is the process-wide one, which data pipelines use.
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device)  # noqa: NPY002
+
+    def restore(self, device: torch.device) -> None:
+        """Put them back."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002
+        torch.set_rng_state(self.host)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device, device)

@@ -1,0 +1,61 @@
+"""What is asked of a job and not yet begun: scheduled switches, requests on the board, and the loop's own wishes."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dynatrain.cluster.board import Board
+from dynatrain.train.order import Order
+
+LEAD_STEPS = 2
+"""A scheduled switch is announced that many steps before its step, so that it is built beside training."""
+
+
+class Wishes:
+    """The queue of rank 0. Other ranks follow what is decided and never look here.
+
+    Args:
+        board: where requests are put up.
+        schedule: ``{step: layout}``: first step in that layout.
+        mode: of switches that do not name one.
+    """
+
+    def __init__(self, board: Board, schedule: Mapping[int, str], mode: str) -> None:
+        self._board = board
+        self._schedule = dict(schedule)
+        self._mode = mode
+        self._asked: list[Order] = []
+        self._seen = 0
+
+    def add(self, layout: str, *, mode: str, at: int, by: str) -> None:
+        """A wish of the loop itself."""
+        self._asked.append(Order(number=0, layout=layout, mode=mode or self._mode, at=at, by=by))
+
+    def due(self, step: int) -> Iterator[Order]:
+        """Take the wishes that could begin at ``step``, one by one, oldest first; take no more than can be begun."""
+        for at in sorted(at for at in self._schedule if at - LEAD_STEPS <= step):
+            self._asked.append(Order(number=0, layout=self._schedule.pop(at), mode=self._mode, at=at, by="schedule"))
+        for number in range(self._seen, self._board.news()):
+            text = self._board.read(number)
+            if text is not None:
+                self._asked.append(self._order_of(json.loads(text), number))
+            self._seen = number + 1
+        while self._asked:
+            yield self._asked.pop(0)
+
+    def answer(self, order: Order, outcome: str, message: str, switch: int | None = None) -> None:
+        """Tell whoever asked what became of it."""
+        if order.request >= 0:
+            self._board.answer(order.request, json.dumps({"outcome": outcome, "message": message, "switch": switch}))
+
+    def _order_of(self, record: Mapping[str, Any], number: int) -> Order:
+        arguments = record.get("arguments", {})
+        return Order(
+            number=0,
+            layout=arguments.get("layout", ""),
+            mode=arguments.get("mode", self._mode),
+            verb=record["verb"],
+            by=record.get("by", ""),
+            request=number,
+            request_id=record.get("id", ""),
+        )

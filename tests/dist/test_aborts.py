@@ -1,0 +1,155 @@
+"""A switch that fails anywhere, on any rank, leaves the run as if it had not been tried."""
+
+import gc
+from dataclasses import dataclass
+
+import pytest
+from tests.dist.trained import DoneError, shares, sit_down, summed, switcher, train
+from tests.ranks import run
+
+from dynatrain.layout.text import print_layout
+from dynatrain.train.torch_private import registered_groups
+
+LAYOUTS = ("fsdp4", "dp2.fsdp2")
+"""Training has equal bits in both, so that one run without any switch is the reference for all that follows."""
+
+PHASES = (("build", -1), ("warm", -1), ("quiesce", -1), ("move", -1), ("bound", None), ("check", -1), ("commit", -1))
+EVENTS = ("round_start", "posted", "received", "agreed")
+
+
+class PlantedError(Exception):
+    pass
+
+
+@dataclass
+class Case:
+    """A fault: raise on ``victim`` when ``event`` of ``number`` comes (a round counted from the last one if below 0)."""
+
+    event: str
+    number: int | None
+    victim: int
+    mode: str
+    fired: int = 0
+
+
+def cases(mode, victims, rounds):
+    """One case per phase, and per event of each of ``rounds``, for each victim."""
+    victim = iter(victims * 100)
+    points = [*PHASES, *((event, number) for number in rounds for event in EVENTS)]
+    return [Case(event, number, next(victim), mode) for event, number in points for _ in victims[:1]]
+
+
+class Director:
+    """Plays cases one after the other: a disturbed switch, two steps, the same switch undisturbed, the next case."""
+
+    def __init__(self, world, script):
+        self.rank, self.script = world.rank, list(script)
+        self.store = world.store
+        self.ends, self.steps, self.verdicts = [], [], []
+        self.case, self.armed, self.quiet_steps = None, False, 0
+        self.sw = switcher(world, LAYOUTS[0], hook=self.hook)
+        original = self.sw._finish
+
+        def finish(attempt, outcome, reason, told=None):
+            self.ends.append((outcome, reason))
+            original(attempt, outcome, reason, told)
+
+        self.sw._finish = finish
+
+    def hook(self, event, number, _switch):
+        case = self.case
+        if not self.armed or self.rank != case.victim or event != case.event or case.fired:
+            return
+        wanted = case.number
+        if event in EVENTS and wanted < 0:
+            wanted += len(self.sw._attempt._schedule.rounds)
+        if wanted in {None, number}:
+            case.fired += 1
+            raise PlantedError(event)
+
+    def books(self):
+        """What must be as before after an abort."""
+        return self.sw._party.memory.held, registered_groups(), gc.isenabled(), gc.get_freeze_count()
+
+    def after_step(self, result):
+        self.steps.append((result.loss, result.grad_norm, shares(self.sw, self.rank)))
+        if self.ends:
+            self.ended(*self.ends.pop())
+        elif self.quiet_steps:
+            self.quiet_steps -= 1
+            if not self.quiet_steps:
+                self.ask()
+        elif self.case is None:
+            self.next_case()
+
+    def next_case(self):
+        if not self.script:
+            raise DoneError
+        self.case, self.armed = self.script.pop(0), True
+        self.before = self.books()
+        self.ask()
+
+    def ask(self):
+        self.sw.request(next(text for text in LAYOUTS if text != print_layout(self.sw.layout)), mode=self.case.mode)
+
+    def ended(self, outcome, reason):
+        if self.armed:
+            self.armed = False
+            self.verdicts.append([self.case, outcome, reason, self.before, self.books()])
+            self.quiet_steps = 2
+        else:
+            self.verdicts[-1] += [outcome, reason]
+            self.case = None
+
+
+def play(script, seconds):
+    def work(world):
+        sit_down(world)
+        director = Director(world, script)
+        train(director.sw, director.after_step)
+        return director.verdicts, director.steps, world.store.num_keys()
+
+    return run(4, work, seconds=seconds)
+
+
+def reference(steps, seconds=120):
+    def work(world):
+        sit_down(world)
+        sw, found = switcher(world, LAYOUTS[0]), []
+        train(sw, lambda result: found.append((result.loss, result.grad_norm, shares(sw, world.rank))), steps)
+        return found
+
+    return run(4, work, seconds=seconds)
+
+
+def same_bits(disturbed, undisturbed):
+    """The first step at which two runs differ, or None."""
+    for step, (one, other) in enumerate(zip(zip(*disturbed, strict=True), zip(*undisturbed, strict=True), strict=True)):
+        if {rank[:2] for rank in one} != {rank[:2] for rank in other}:
+            return step, "loss or norm"
+        one, other = (summed(rank[2] for rank in ranks) for ranks in (one, other))
+        if one != other:
+            return step, [key for key in one if one[key] != other[key]]
+    return None
+
+
+def judge(results):
+    assert all(isinstance(result, tuple) for result in results), results
+    for verdicts in zip(*(result[0] for result in results), strict=True):
+        case, outcome, reason, before, after, *second = verdicts[0]
+        where = f"{case}: {outcome}, {reason}, then {second}"
+        assert [verdict[0].fired for verdict in verdicts] == [rank == case.victim for rank in range(4)], where
+        assert {(verdict[1], verdict[2]) for verdict in verdicts} == {("aborted", reason)}, where
+        assert f"rank {case.victim}: PlantedError: {case.event}" in reason, where
+        assert all(verdict[3][0] == verdict[4][0] for verdict in verdicts), f"{where}: {before} became {after}"
+        assert all(verdict[3][1] >= verdict[4][1] for verdict in verdicts), f"{where}: {before} became {after}"
+        assert all(verdict[4][2:] == (True, 0) for verdict in verdicts), f"{where}: {before} became {after}"
+        assert second[0] == "committed", where
+    steps = [result[1] for result in results]
+    differs = same_bits(steps, reference(len(steps[0])))
+    assert differs is None, differs
+
+
+@pytest.mark.parametrize("mode", ["keep", "tight"])
+def test_a_raise_in_any_phase_and_round_leaves_the_old_world_with_equal_bits(mode):
+    judge(play(cases(mode, [1], (0, -1)), 280))
