@@ -136,7 +136,7 @@ def same_bits(one, other):
 class Rank:
     """One rank of the job: its pieces, pool and executor."""
 
-    def __init__(self, catalogue, old, new, plan, transport, agree):  # noqa: PLR0917 - read in this order
+    def __init__(self, catalogue, old, new, plan, transport, agree):
         self.catalogue, self.ownership, self.plan, self.rank = catalogue, new, plan, plan.rank
         self.pool, self.agree = Pool(poison=True), agree
         self.old = {}
@@ -205,7 +205,7 @@ def everywhere(ranks, work):
     def body(number):
         try:
             found[number] = work(number)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:
             found[number] = error
             ranks[number].agree.barrier.abort()
 

@@ -23,7 +23,7 @@ class PlantedError(Exception):
 
 @dataclass
 class Case:
-    """A fault: raise on ``victim`` when ``event`` of ``number`` comes (a round counted from the last one if below 0)."""
+    """A fault: raise on ``victim`` when ``event`` of ``number`` comes (a round is counted from the last if below 0)."""
 
     event: str
     number: int | None
@@ -127,9 +127,9 @@ def same_bits(disturbed, undisturbed):
     for step, (one, other) in enumerate(zip(zip(*disturbed, strict=True), zip(*undisturbed, strict=True), strict=True)):
         if {rank[:2] for rank in one} != {rank[:2] for rank in other}:
             return step, "loss or norm"
-        one, other = (summed(rank[2] for rank in ranks) for ranks in (one, other))
-        if one != other:
-            return step, [key for key in one if one[key] != other[key]]
+        sums = [summed(rank[2] for rank in ranks) for ranks in (one, other)]
+        if sums[0] != sums[1]:
+            return step, [key for key in sums[0] if sums[0][key] != sums[1][key]]
     return None
 
 

@@ -56,7 +56,7 @@ def whole(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def train_on_rank(rank, ranks, store, case, sp, shift, answers):  # noqa: PLR0917 - multiprocessing passes by place
+def train_on_rank(rank, ranks, store, case, sp, shift, answers):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)

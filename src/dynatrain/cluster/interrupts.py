@@ -17,7 +17,7 @@ class Readable(Protocol):
         ...
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked
+class Interrupted(Exception):
     """The agent was asked to end before its ranks were there."""
 
 
