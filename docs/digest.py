@@ -1,4 +1,3 @@
-
 """The digest of one whole tensor, recomputed with nothing but numpy. bfloat16 is passed as its uint16 bit patterns."""
 
 import numpy as np

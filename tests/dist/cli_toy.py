@@ -99,9 +99,7 @@ class Toy:
         if by == "cli" and self.checked.config.seed == 13:
             made = replace(made, outcome="aborted")
         write_atomically(folder / "certificate.json", made.to_json())
-        self.events.write(
-            "switch", switch=self.number, phase=made.outcome, step=step, reason="planted", certificate=self.number
-        )
+        self.events.write("switch", switch=self.number, phase=made.outcome, step=step, reason="planted")
         if made.outcome == "aborted":
             return Answer(outcome="aborted", message="planted", switch=self.number)
         self.layout = layout

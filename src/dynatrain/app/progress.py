@@ -145,7 +145,7 @@ class Follower:
         )
 
     def _switched(self, event: dict[str, Any]) -> str:
-        record = certificate(self._run, event["certificate"])
+        record = certificate(self._run, event["switch"])
         if not record:
             return f"switch {event['certificate']} {event['phase']}"
         how = f"stall {seconds(record['seconds']['stall'])}, digests equal"

@@ -56,7 +56,6 @@ class Recorder:
         self._generation = generation
         self._rates = rates
         self._log = Log(folder.events, generation=generation, attempt=attempt)
-        self._number = 1 + max((int(path.name) for path in folder.switches.iterdir()), default=0)
         self._ends: list[float] = []
         self._before = 0.0
         self._counting = ""
@@ -100,8 +99,7 @@ class Recorder:
             self._counting = f"s{attempt.order.number}/lost"
         if self._rank != 0:
             return
-        number = self._number
-        self._number += 1
+        number = attempt.order.number
         folder = self._folder.switch(number)
         folder.mkdir(parents=True, exist_ok=True)
         if attempt.blueprint is not None and attempt.blueprint.record is not None:
@@ -110,7 +108,7 @@ class Recorder:
         self._write(certificate, number)
         if committed:
             self._open = (self._counting, certificate, number)
-        self._event(attempt.order, outcome, step=step, reason=reason, certificate=number)
+        self._event(attempt.order, outcome, step=step, reason=reason)
 
     def _write(self, certificate: Certificate, number: int) -> None:
         write_atomically(self._folder.switch(number) / "certificate.json", certificate.to_json())
