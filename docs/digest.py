@@ -1,3 +1,4 @@
+# ruff: noqa: INP001 - a script to copy, not a package
 """The digest of one whole tensor, recomputed with nothing but numpy. bfloat16 is passed as its uint16 bit patterns."""
 
 import numpy as np

@@ -13,7 +13,7 @@ from tests.dist.agents import agent, gone, listening, open_ports, until
 
 from dynatrain.observe.requests import Answer, Request, submit, wait_answer
 
-SEGMENTS = Path("/dev/shm")
+SEGMENTS = Path("/dev/shm")  # noqa: S108 - only looked at
 
 
 def test_a_run_whose_ranks_end_well_ends_with_0_and_tells_how_long_its_start_took(tmp_path: Path) -> None:

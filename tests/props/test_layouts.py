@@ -51,8 +51,8 @@ def built(layout, limits, world_size, num_microbatches, sequence):
     mesh = [()]
     for _, size in layout.axes:
         mesh = [(*at, i) for at in mesh for i in range(size)]
-    deal = lambda things, ways: [things[i::ways] for i in range(ways)]
-    even = lambda size, ways: len({len(hand) for hand in deal(range(size), ways)}) == 1
+    deal = lambda things, ways: [things[i::ways] for i in range(ways)]  # noqa: E731
+    even = lambda size, ways: len({len(hand) for hand in deal(range(size), ways)}) == 1  # noqa: E731
     tp, pp = layout.size("tp"), layout.size("pp")
     cut = [limits.num_heads, limits.num_kv_heads, limits.hidden_size, limits.intermediate_size]
     layers = list(range(limits.num_layers))

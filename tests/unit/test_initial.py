@@ -52,7 +52,7 @@ def test_every_dtype_starts_from_the_same_fp32_numbers():
 
 def test_values_are_the_stated_formula():
     """Restated for one element: word 2 of block 10 of the stream is element 42."""
-    import hashlib
+    import hashlib  # noqa: PLC0415 - only the restatement needs it
 
     key = int.from_bytes(hashlib.blake2b(b"7/layers.0.mlp.up_proj.weight", digest_size=16).digest(), "little")
     word = int(np.random.Philox(key=key, counter=10).random_raw(4)[2])

@@ -109,7 +109,7 @@ def test_tokens_are_kept_in_the_narrowest_type_and_mapped(tmp_path, vocab_size, 
     assert isinstance(tokens, np.memmap)
     assert tokens.dtype == width
     assert tokens.tolist() == [1, vocab_size - 1, 2]
-    assert os.listdir(tmp_path) == ["t.npy"]
+    assert os.listdir(tmp_path) == ["t.npy"]  # noqa: PTH208
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):

@@ -48,7 +48,7 @@ def main() -> int:
         return DONE
     except ValueError as error:
         return _refused(error, words) if is_mistake(error) else _bug(error)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the last place that can turn a bug into a message
         return _bug(error)
 
 

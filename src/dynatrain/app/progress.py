@@ -147,7 +147,7 @@ class Follower:
     def _switched(self, event: dict[str, Any]) -> str:
         record = certificate(self._run, event["switch"])
         if not record:
-            return f"switch {event['certificate']} {event['phase']}"
+            return f"switch {event['switch']} {event['phase']}"
         how = f"stall {seconds(record['seconds']['stall'])}, digests equal"
         if record["outcome"] != "committed":
             how = event["reason"]

@@ -180,7 +180,7 @@ def load(entry: str) -> Entry:
     """
     module, _, name = entry.partition(":")
     function: Entry = getattr(importlib.import_module(module), name)
-    import torch
+    import torch  # noqa: PLC0415 - here, so that the agent's messages need no torch
 
     torch.set_num_threads(1)
     threads = [path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
@@ -205,7 +205,7 @@ def main() -> None:
         os.set_inheritable(channel.fileno(), False)
         try:
             function = load(entry)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the agent is told, whatever it was
             traceback.print_exc()
             words = "".join(traceback.format_exception_only(error)).strip()
             channel.send(Report(kind="broken", words=words).to_json().encode())

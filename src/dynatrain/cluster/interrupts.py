@@ -17,7 +17,7 @@ class Readable(Protocol):
         ...
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked
     """The agent was asked to end before its ranks were there."""
 
 

@@ -66,8 +66,8 @@ def run_agent(
     log = run.logs / "forkserver.log" if place.node == 0 else Path(os.devnull)
     try:
         with Interrupts() as interrupts, Spawner(entry, log) as spawner:
-            from dynatrain.cluster.agent import drive
-            from dynatrain.cluster.meeting import Job
+            from dynatrain.cluster.agent import drive  # noqa: PLC0415 - torch, imported while the server does the same
+            from dynatrain.cluster.meeting import Job  # noqa: PLC0415 - the same
 
             job = Job(
                 run=run,

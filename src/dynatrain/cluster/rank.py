@@ -39,7 +39,7 @@ def live(entry: Entry, context: RankContext, *, parent: int, words: int) -> NoRe
         code = entry(context) or 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever ends a rank is reported, then the process ends
         spoken = time.monotonic()
         text = "".join(traceback.format_exception_only(error)).strip().encode()[:_WORDS].decode(errors="ignore")
         os.write(words, json.dumps({"words": text, "spoken": spoken}).encode())

@@ -120,7 +120,7 @@ def _files(paths: tuple[str, ...], problems: list[str]) -> list[tuple[str, Path]
         found = set(_walk(root, (".py",), _STDLIB_SKIPPED, problems))
         return sorted((path.relative_to(root).as_posix(), path) for path in found)
     found = set()
-    for path in (Path(os.path.abspath(Path(text).expanduser())) for text in paths):
+    for path in (Path(os.path.abspath(Path(text).expanduser())) for text in paths):  # noqa: PTH100 - keeps links
         if path.is_dir():
             inside = list(_walk(path, SUFFIXES, set(), problems))
             found.update(inside)

@@ -67,7 +67,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception
         raise DataError("the tokenizer cannot be loaded", (f"{path}: {error}",)) from None
     if tokenizer.token_to_id(END) is None:
         raise DataError("the tokenizer cannot be used", (f"{path}: has no token {END}, which ends a document",))

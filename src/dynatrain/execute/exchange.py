@@ -22,7 +22,7 @@ from dynatrain.space.box import Box, within
 from dynatrain.space.tensor import Catalogue
 
 
-class CorruptMove(RuntimeError):
+class CorruptMove(RuntimeError):  # noqa: N818 - says what happened
     """Bytes arrived other than they were sent.
 
     Attributes:

@@ -31,7 +31,7 @@ Target = Callable[[Granule], Piece | None]
 is the ``get`` of pieces made beforehand; in ``tight`` it allocates."""
 
 
-class RoundRefused(RuntimeError):
+class RoundRefused(RuntimeError):  # noqa: N818 - says what happened
     """Not all ranks agreed that a round arrived.
 
     Attributes:

@@ -149,7 +149,7 @@ def catalogue(
     beside = (State(rule.name, rule.dtype or dtype, rule.scalar) for rule in optimizer_states)
     states = (State("param", dtype), *beside)
     last: tuple[int | str, ...] = (LAST,)
-    shape_VD = (shape.vocab_size, shape.hidden_size)  # the legend's names
+    shape_VD = (shape.vocab_size, shape.hidden_size)  # noqa: N806  # the legend's names
     first = (FIRST, LAST) if shape.tie_word_embeddings else (FIRST,)
     tensors = [Tensor("embed_tokens.weight", shape_VD, _ROWS, first, states, "embedding")]
     for layer in range(shape.num_hidden_layers):
@@ -165,8 +165,8 @@ def catalogue(
 
 def _block(shape: DecoderShape) -> Iterator[tuple[str, tuple[int, ...], Cuts]]:
     """Name, shape and cuts of each parameter of one transformer block, in the order of construction."""
-    D, F, d = shape.hidden_size, shape.intermediate_size, shape.head_dim  # the legend's names
-    Hd, Kd = shape.num_attention_heads * d, shape.num_key_value_heads * d
+    D, F, d = shape.hidden_size, shape.intermediate_size, shape.head_dim  # noqa: N806  # the legend's names
+    Hd, Kd = shape.num_attention_heads * d, shape.num_key_value_heads * d  # noqa: N806
     yield "input_layernorm", (D,), _SHARDED
     yield "self_attn.q_proj", (Hd, D), _ROWS
     yield "self_attn.k_proj", (Kd, D), _ROWS

@@ -46,7 +46,7 @@ def adopt(
                 owned.setdefault(module, {})[leaf] = value
                 flat_by_part[number][path] = flats[name]
             else:
-                module._buffers[leaf] = value
+                module._buffers[leaf] = value  # noqa: SLF001
     for part, flat in zip(parts, flat_by_part, strict=True):
         adopt_padded(part, flat)
     for module, values in owned.items():
@@ -70,7 +70,7 @@ def shard_like(template: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     """A tensor laid out over ranks like ``template``, over the front part of this rank's ``flat`` storage."""
     if not isinstance(template, DTensor):
         return flat[: template.numel()].view(template.shape)
-    shape = template._local_tensor.shape
+    shape = template._local_tensor.shape  # noqa: SLF001
     local = flat[: shape.numel()].view(shape)
     return DTensor.from_local(
         local,

@@ -129,7 +129,7 @@ class Attempt:
                 raise TimeoutError(f"warm took {self.seconds['warm']:.1f} s, the deadline is {self.party.deadline:g} s")
         except SwitchAbortedError as abort:
             self.problem = str(abort)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong here is the switch's failure, never the run's
             self.problem = f"rank {self.party.rank}: {words_of(error)}"
 
     def _build(self) -> None:
@@ -139,7 +139,7 @@ class Attempt:
             self.new = make_world(self.party, self._groups, self.target, on_meta=True)
             states = {name: (State(e.kind, _dtype(e.value)),) for name, e in self.new.found.items()}
             payload = report(self.new, states, self.party.rank)
-        except Exception as problem:
+        except Exception as problem:  # noqa: BLE001 - told to all ranks, which then give up together
             objection = objection_of(problem)
         told = self._exchange("build", payload, objection)
         catalogue, ownership = read_reports(told, self.target)
@@ -214,7 +214,7 @@ class Attempt:
             if self._tight:
                 self._refuse_pinned()
                 self._proved.note(self._old_pieces)
-        except Exception as problem:
+        except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
         require_equal(self._exchange("quiesce", facts, objection))
 
@@ -241,7 +241,7 @@ class Attempt:
             self._object_states = remember(self.party, self.old)
             bind(self.party, self.old, self.new, self._executor.new)
             self._at("bound", len(self._schedule.rounds))
-        except Exception as problem:
+        except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
             transport.close()
             votes.excuse(problem, objection)
@@ -269,7 +269,7 @@ class Attempt:
             self._new_pieces = self.new.pieces(self.party.rank, self.party.device)
             # The step writes buffers: they are digested, and if need be brought back, as they were before it.
             self._keep_values(self._new_pieces, self._is_buffer)
-        except Exception as problem:
+        except Exception as problem:  # noqa: BLE001 - told to all ranks
             self._objection = objection_of(problem)
         self._thread = threading.Thread(target=self._check, name=f"check-{self.order.number}", daemon=True)
         self._thread.start()
@@ -283,7 +283,7 @@ class Attempt:
                 new = self._as_moved(self._new_pieces)
                 if wrong := self._proved.judge(after, old, new, self._group("check")):
                     self._objection = Objection(why=wrong, proven=True)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told to all ranks at the commit
             self._objection = objection_of(error)
 
     def _digest_after(self) -> torch.Tensor:
@@ -292,7 +292,7 @@ class Attempt:
             self._at("check")
             self._proved.note(self._old_pieces)
             after = self._proved.after(self._as_moved(self._new_pieces))
-        except Exception as problem:
+        except Exception as problem:  # noqa: BLE001 - told to all ranks
             self._objection = self._objection or objection_of(problem)
         return after
 
@@ -315,7 +315,7 @@ class Attempt:
             self._at("commit")
             if self._proved.report is None and objection is None:
                 raise TimeoutError("the digests were not compared in time")
-        except Exception as problem:
+        except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection or objection_of(problem)
         try:
             told = self._exchange("commit", {"seconds": self.seconds, "peak": self.party.memory.peak}, objection)

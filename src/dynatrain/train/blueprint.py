@@ -66,7 +66,7 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Bluepri
     blueprint, hashes, objection = None, None, None
     try:
         blueprint, hashes = _draw_own(party, mode, old, new, free)
-    except Exception as problem:
+    except Exception as problem:  # noqa: BLE001 - told to all ranks
         objection = objection_of(problem)
     told = exchange(
         party.board, topic, party.rank, payload=hashes, objection=objection, timeout=party.deadline

@@ -91,8 +91,8 @@ class GroupPool:
     def keep(self) -> None:
         """The switch is committed: what it made belongs to the standing pool."""
         assert self._base is not None
-        self._base._groups |= self._groups
-        self._base._meshes |= self._meshes
+        self._base._groups |= self._groups  # noqa: SLF001
+        self._base._meshes |= self._meshes  # noqa: SLF001
         self._groups, self._meshes = {}, {}
 
     def get(
@@ -156,7 +156,7 @@ class GroupPool:
         ranks = rank_grid(layout)
         shape = tuple(layout.size(axis) for axis in AXES)
         key = (*shape, *ranks)
-        if self._base is not None and (found := self._base._meshes.get(key)) is not None:
+        if self._base is not None and (found := self._base._meshes.get(key)) is not None:  # noqa: SLF001
             return found
         if key not in self._meshes:
             grid = torch.tensor(ranks, dtype=torch.int).view(shape)
@@ -166,7 +166,7 @@ class GroupPool:
 
     def _find(self, key: _Key) -> dist.ProcessGroup | None:
         found = self._groups.get(key)
-        return self._base._find(key) if found is None and self._base is not None else found
+        return self._base._find(key) if found is None and self._base is not None else found  # noqa: SLF001
 
     def _meet(self, name: str, members: Sequence[int]) -> None:
         """Wait, without blocking inside the store, until all members ask for the group."""

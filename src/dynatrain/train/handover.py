@@ -100,7 +100,7 @@ def carry_back(
         way.release()
         if not proof.restored(old_pieces):
             raise SwitchAbortedError(f"rank {party.rank} has other bits than before", proven=True)
-    except Exception as problem:
+    except Exception as problem:  # noqa: BLE001 - told to all ranks
         objection = objection_of(problem)
         joined.close()
         votes.excuse(problem, objection)

@@ -86,7 +86,7 @@ def retire(
     for name, entry in found.items():
         held |= {f"{key} of {name}": value for key, value in optimizer.state.get(entry.value, {}).items()}
     for name, value in held.items():
-        value._retired = f"{name} {why}"  # type: ignore[attr-defined]
+        value._retired = f"{name} {why}"  # type: ignore[attr-defined]  # noqa: SLF001
         if isinstance(value, DTensor):
             value.__class__ = _RetiredDTensor
         else:

@@ -22,12 +22,12 @@ class Streams:
         """Where they stand now."""
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         # The old face of numpy is the process-wide one, which data pipelines use.
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device)
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device)  # noqa: NPY002
 
     def restore(self, device: torch.device) -> None:
         """Put them back."""
         random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        np.random.set_state(self.numpy)  # noqa: NPY002
         torch.set_rng_state(self.host)
         if self.device is not None:
             torch.cuda.set_rng_state(self.device, device)

@@ -32,7 +32,7 @@ def named_group(
         timeout: of the group's operations.
     """
     me = dist.get_rank()
-    group, _ = c10d._new_process_group_helper(
+    group, _ = c10d._new_process_group_helper(  # noqa: SLF001
         len(members),
         members.index(me),
         list(members),
@@ -41,7 +41,7 @@ def named_group(
         group_name=c10d.GroupName(name),
         timeout=timeout,
     )
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}  # noqa: SLF001
     return group
 
 
@@ -51,18 +51,18 @@ def default_store() -> dist.Store:
     A process group that is being made waits inside the store for its peers, and whoever shares its connection waits
     with it.
     """
-    return c10d._get_default_store().clone()
+    return c10d._get_default_store().clone()  # noqa: SLF001
 
 
 def registered_groups() -> int:
     """How many process groups torch knows in this process."""
-    return len(c10d._world.pg_map)
+    return len(c10d._world.pg_map)  # noqa: SLF001
 
 
 def _fsdp_params(module: nn.Module) -> Iterator[FSDPParam]:
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            for group in part._get_fsdp_state()._fsdp_param_groups:
+            for group in part._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
                 yield from group.fsdp_params
 
 
@@ -75,7 +75,7 @@ def takes_means(module: nn.Module) -> bool | None:
         group.gradient_divide_factor
         for part in module.modules()
         if isinstance(part, FSDPModule)
-        for group in part._get_fsdp_state()._fsdp_param_groups
+        for group in part._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001
     ]
     return any(factor is None for factor in factors) if factors else None
 
@@ -176,12 +176,12 @@ def adopt_padded(module: nn.Module, flat: dict[str, torch.Tensor]) -> None:
     by_id = {id(param.sharded_param): param for param in _fsdp_params(module)}
     for name, param in module.named_parameters(remove_duplicate=False):
         if id(param) in by_id:
-            by_id[id(param)]._sharded_param_data = flat[name]
+            by_id[id(param)]._sharded_param_data = flat[name]  # noqa: SLF001
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The local shard of a DTensor without a graph node, or the tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()  # noqa: SLF001
 
 
 def clear_dtensor_caches() -> None:
@@ -189,8 +189,8 @@ def clear_dtensor_caches() -> None:
 
     DTensor's caches return specs that hold the first mesh that compared equal, with its old groups.
     """
-    from torch.distributed.tensor import _redistribute, debug
+    from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415
 
-    debug._clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
+    debug._clear_sharding_prop_cache()  # noqa: SLF001
+    _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001
     _redistribute.clear_redistribute_planner_cache()
