@@ -111,7 +111,9 @@ def killed(folder, prepared, mode, event, victim=1):
         answer = wait_answer(run.requests, "it", 0)
     where = f"{mode} {event}: {said}"
     assert code == 3, where
-    assert f"rank {victim} (process {end['pid']}) was killed by SIGKILL, in phase {phase_named(event)} of switch 1" in said
+    assert (
+        f"rank {victim} (process {end['pid']}) was killed by SIGKILL, in phase {phase_named(event)} of switch 1" in said
+    )
     assert fell["time"] - end["time"] < 5, where
     assert "committed" not in switch_events(run), where
     assert answer.outcome in {"aborted", "failed"}, f"{where}: {answer}"

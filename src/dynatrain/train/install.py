@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dynatrain.execute.pieces import Pieces, misfits
+from dynatrain.execute.pieces import Piece, Pieces, misfits
 from dynatrain.layout.layout import Layout
+from dynatrain.plan.plan import Granule
+from dynatrain.space.box import shape_of
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.adopt import adopt, shard_like
@@ -97,6 +99,20 @@ def match_catalogue(old: World, catalogue: Catalogue) -> list[str]:
             if one != other:
                 problems.append(f"build makes {name} with {what} {other}, the old model has {one}")
     return sorted(problems)
+
+
+def allocate(party: Party, old: World, new: World, granule: Granule) -> Piece | None:
+    """This rank's new piece of a granule: storage of its own, padded as FSDP2 pads; None where it will own none."""
+    tensor, state = old.catalogue[granule[0]], old.catalogue[granule[0]].states[granule[1]]
+    entry = new.found.get(tensor.name)
+    if entry is None:
+        return None
+    assert new.ownership is not None
+    dtype = getattr(torch, state.dtype)
+    box = () if state.scalar else new.ownership.box(tensor, party.rank)
+    assert box is not None
+    stored = entry.stored * dtype.itemsize if state.name == "param" else 0
+    return Piece(party.memory.allocate(shape_of(box), dtype, stored), box)
 
 
 def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
