@@ -10,7 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from tests.dist.agents import MAIN, ROOT, RunningAgent, environment, until

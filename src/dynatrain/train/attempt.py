@@ -23,7 +23,6 @@ from dynatrain.execute.rounds import Executor
 from dynatrain.execute.transport import Transport
 from dynatrain.layout.layout import Layout
 from dynatrain.plan.plan import Granule, Schedule
-from dynatrain.space.tensor import State
 from dynatrain.train.agreement import (
     Objection,
     SwitchAbortedError,
@@ -42,9 +41,11 @@ from dynatrain.train.install import (
     match_catalogue,
     quiesce,
     read_reports,
+    refuse_pinned,
     remember,
     report,
     unbind,
+    values_alone,
 )
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
@@ -133,8 +134,7 @@ class Attempt:
         try:
             self._channel.at("build")
             self.new = make_world(self.party, self._channel.groups, self.target, on_meta=True)
-            states = {name: (State(e.kind, _dtype(e.value)),) for name, e in self.new.found.items()}
-            payload = report(self.new, states, self.party.rank)
+            payload = report(self.new, values_alone(self.new), self.party.rank)
         except Exception as problem:
             objection = objection_of(problem)
         told = self._channel.ask("build", payload, objection)
@@ -198,20 +198,11 @@ class Attempt:
                 raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")
             self._old_pieces = self.old.pieces(self.party.rank, self.party.device)
             if self._tight:
-                self._refuse_pinned()
+                refuse_pinned(self.old, self._old_pieces)
                 self._proved.note(self._old_pieces)
         except Exception as problem:
             objection = objection_of(problem)
         require_equal(self._channel.ask("quiesce", facts, objection))
-
-    def _refuse_pinned(self) -> None:
-        if pinned := sorted(
-            {self.old.catalogue[tensor].name for (tensor, _), p in self._old_pieces.items() if p.pinned}
-        ):
-            raise SwitchAbortedError(
-                f"tight mode gives storage up, and that of {', '.join(pinned)} is shared with numpy or another process "
-                "(Tensor.numpy(), share_memory_()): give those a clone, or use mode keep"
-            )
 
     def _run(self) -> None:
         objection = None
@@ -406,7 +397,3 @@ class Attempt:
     @property
     def _tight(self) -> bool:
         return self._schedule.mode == "tight"
-
-
-def _dtype(value: torch.Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")

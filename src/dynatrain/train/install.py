@@ -14,7 +14,7 @@ from dynatrain.space.box import shape_of
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.adopt import adopt, shard_like
-from dynatrain.train.agreement import exchange
+from dynatrain.train.agreement import SwitchAbortedError, exchange
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
 from dynatrain.train.live import Described, Entry, UnplacedTensorError, describe, entries, merge
@@ -50,6 +50,13 @@ def report(world: World, states: Mapping[str, tuple[State, ...]], rank: int) -> 
         [d.name, list(d.shape), [list(cut) for cut in d.cuts], [[s.name, s.dtype, s.scalar] for s in d.states], d.stage]
         for d in describe(world.found, states, world.layout, rank)
     ]
+
+
+def values_alone(world: World) -> dict[str, tuple[State, ...]]:
+    """The states of a world that was built on meta: it has no optimizer state and no registered objects yet."""
+    return {
+        name: (State(entry.kind, str(entry.value.dtype).removeprefix("torch.")),) for name, entry in world.found.items()
+    }
 
 
 def read_reports(reports: list[Any], layout: Layout) -> tuple[Catalogue, Ownership]:
@@ -232,6 +239,19 @@ def quiesce(world: World) -> None:
     for entry in world.found.values():
         if isinstance(entry.value, nn.Parameter):
             entry.value.grad = None
+
+
+def refuse_pinned(world: World, pieces: Pieces) -> None:
+    """Refuse pieces whose memory cannot be given up, which ``tight`` has to do.
+
+    Raises:
+        SwitchAbortedError: by name.
+    """
+    if pinned := sorted({world.catalogue[tensor].name for (tensor, _), piece in pieces.items() if piece.pinned}):
+        raise SwitchAbortedError(
+            f"tight mode gives storage up, and that of {', '.join(pinned)} is shared with numpy or another process "
+            "(Tensor.numpy(), share_memory_()): give those a clone, or use mode keep"
+        )
 
 
 def schedulers(world: World) -> dict[str, Any]:
