@@ -126,6 +126,13 @@ def test_ranks_at_different_edges_all_begin_the_switch_at_the_same_next_edge(con
     assert connect().num_keys() == 0
 
 
+def test_a_last_voter_that_is_halted_before_it_decides_is_the_late_one(connect) -> None:
+    board = Board(connect(), 2)
+    board.vote("q", 0, True)
+    assert board.vote("q", 1, True)
+    assert board.decision("q", 0.05)["late"] == [1]
+
+
 def test_a_switch_that_is_not_ready_in_time_is_given_up_by_all_with_the_late_ranks(connect) -> None:
     board = Board(connect(), 3)
     board.ready(4, 0, 10)

@@ -219,9 +219,9 @@ class Board:
         return None if found == _ABSENT else found
 
     def _lateness(self, topic: str, waited: float) -> dict[str, Any]:
-        late = self.missing(topic)
-        who = f"late ranks {list(late)}" if late else "all votes were in, but the last voter did not decide"
-        return {"abort": f"{who} after {waited:g} s", "late": late}
+        # Where no vote is missing, the last voter did not come to decide: it was halted in between.
+        late = self.missing(topic) or tuple(self.votes(topic))[-1:]
+        return {"abort": f"late ranks {list(late)} after {waited:g} s", "late": late}
 
 
 def _go(found: dict[str, Any]) -> Go:

@@ -12,13 +12,10 @@ board, never in a collective, which would hang with the rank that is missing.
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dynatrain.execute.census import DigestReport
 from dynatrain.execute.pieces import Piece, Pieces
@@ -26,35 +23,36 @@ from dynatrain.execute.rounds import Executor
 from dynatrain.execute.transport import Transport
 from dynatrain.layout.layout import Layout
 from dynatrain.plan.plan import Granule, Schedule
-from dynatrain.space.box import shape_of
-from dynatrain.space.tensor import State
 from dynatrain.train.agreement import (
     Objection,
     SwitchAbortedError,
     SwitchFailedError,
-    exchange,
     objection_of,
     words_of,
 )
 from dynatrain.train.blueprint import Blueprint, draw
-from dynatrain.train.groups import GroupPool
+from dynatrain.train.channel import Channel
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import (
+    allocate,
     bind,
     check_carried,
     make_world,
     match_catalogue,
     quiesce,
     read_reports,
+    refuse_pinned,
     remember,
     report,
     unbind,
+    values_alone,
 )
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.proof import Proof
 from dynatrain.train.registered import common, require_equal
 from dynatrain.train.retire import retire
+from dynatrain.train.saved import Saved
 from dynatrain.train.streams import Streams
 from dynatrain.train.world import World
 
@@ -70,7 +68,6 @@ class Attempt:
         old: the world that trains.
         new: the world to come, once built.
         blueprint: the judged plan.
-        seconds: how long each phase took on this rank.
         problem: why this rank cannot begin; empty while it can.
         began: when it was started, in seconds of the monotonic clock.
     """
@@ -81,10 +78,10 @@ class Attempt:
     old: World
     new: World | None = None
     blueprint: Blueprint | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
     problem: str = ""
     began: float = 0.0
-    _groups: GroupPool = field(init=False)
+    _channel: Channel = field(init=False)
+    _saved: Saved = field(init=False)
     _given_up: bool = False
     _collects: bool = False
     _targets: Pieces = field(default_factory=dict)
@@ -92,14 +89,14 @@ class Attempt:
     _proof: Proof | None = None
     _old_pieces: Pieces = field(default_factory=dict)
     _new_pieces: Pieces = field(default_factory=dict)
-    _before_step: dict[Granule, torch.Tensor] = field(default_factory=dict)
     _object_states: dict[str, Any] | None = None
     _streams: Streams | None = None
     _thread: threading.Thread | None = None
     _objection: Objection | None = None
 
     def __post_init__(self) -> None:
-        self._groups = self.party.groups.draft(self.order.number, self.party.deadline)
+        self._channel = Channel(self.party, self.order.number)
+        self._saved = Saved(self.old)
 
     # In the background, while the old world trains.
 
@@ -121,27 +118,26 @@ class Attempt:
 
     def _prepare(self) -> None:
         try:
-            with self._timed("build"):
+            with self._channel.timed("build"):
                 self._build()
-            with self._timed("warm"):
+            with self._channel.timed("warm"):
                 self._warm()
             if self.seconds["warm"] > self.party.deadline:
                 raise TimeoutError(f"warm took {self.seconds['warm']:.1f} s, the deadline is {self.party.deadline:g} s")
         except SwitchAbortedError as abort:
             self.problem = str(abort)
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong here is the switch's failure, never the run's
+        except Exception as error:  # noqa: BLE001 - told to all ranks
             self.problem = f"rank {self.party.rank}: {words_of(error)}"
 
     def _build(self) -> None:
         objection, payload = None, None
         try:
-            self._at("build")
-            self.new = make_world(self.party, self._groups, self.target, on_meta=True)
-            states = {name: (State(e.kind, _dtype(e.value)),) for name, e in self.new.found.items()}
-            payload = report(self.new, states, self.party.rank)
-        except Exception as problem:  # noqa: BLE001 - told to all ranks, which then give up together
+            self._channel.at("build")
+            self.new = make_world(self.party, self._channel.groups, self.target, on_meta=True)
+            payload = report(self.new, values_alone(self.new), self.party.rank)
+        except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
-        told = self._exchange("build", payload, objection)
+        told = self._channel.ask("build", payload, objection)
         catalogue, ownership = read_reports(told, self.target)
         if problems := match_catalogue(self.old, catalogue):
             raise SwitchAbortedError("; ".join(problems))
@@ -152,9 +148,9 @@ class Attempt:
         self._proof = Proof(catalogue=self.old.catalogue, old=self.old.ownership, new=ownership, rank=self.party.rank)
 
     def _warm(self) -> None:
-        self._at("warm")
+        self._channel.at("warm")
         for purpose in ("check", "moves"):
-            self._group(purpose)
+            self._channel.group(purpose)
         if self._schedule.mode == "keep":
             adopted = frozenset(self._blueprint.part.adopted)
             for granules in self._schedule.rounds:
@@ -165,18 +161,8 @@ class Attempt:
                         self._targets[granule] = piece
 
     def _allocate(self, granule: Granule) -> Piece | None:
-        """This rank's new piece of a granule: storage of its own, padded as FSDP2 pads."""
-        tensor, state = self.old.catalogue[granule[0]], self.old.catalogue[granule[0]].states[granule[1]]
         assert self.new is not None
-        assert self.new.ownership is not None
-        entry = self.new.found.get(tensor.name)
-        if entry is None:
-            return None
-        dtype = getattr(torch, state.dtype)
-        box = () if state.scalar else self.new.ownership.box(tensor, self.party.rank)
-        assert box is not None
-        stored = entry.stored * dtype.itemsize if state.name == "param" else 0
-        return Piece(self.party.memory.allocate(shape_of(box), dtype, stored), box)
+        return allocate(self.party, self.old, self.new, granule)
 
     # At the step edge.
 
@@ -192,9 +178,9 @@ class Attempt:
         gc.disable()
         self.party.memory.peak = max(self.party.memory.peak, self.party.memory.held)
         try:
-            with self._timed("quiesce"):
+            with self._channel.timed("quiesce"):
                 self._quiesce()
-            with self._timed("move"):
+            with self._channel.timed("move"):
                 self._run()
         except SwitchAbortedError as abort:
             self.undo(str(abort))
@@ -203,7 +189,7 @@ class Attempt:
     def _quiesce(self) -> None:
         objection, facts = None, {}
         try:
-            self._at("quiesce")
+            self._channel.at("quiesce")
             facts = common(self.old)
             check_carried(self.old, self.target)
             quiesce(self.old)
@@ -212,40 +198,31 @@ class Attempt:
                 raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")
             self._old_pieces = self.old.pieces(self.party.rank, self.party.device)
             if self._tight:
-                self._refuse_pinned()
+                refuse_pinned(self.old, self._old_pieces)
                 self._proved.note(self._old_pieces)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
-        require_equal(self._exchange("quiesce", facts, objection))
-
-    def _refuse_pinned(self) -> None:
-        if pinned := sorted(
-            {self.old.catalogue[tensor].name for (tensor, _), p in self._old_pieces.items() if p.pinned}
-        ):
-            raise SwitchAbortedError(
-                f"tight mode gives storage up, and that of {', '.join(pinned)} is shared with numpy or another process "
-                "(Tensor.numpy(), share_memory_()): give those a clone, or use mode keep"
-            )
+        require_equal(self._channel.ask("quiesce", facts, objection))
 
     def _run(self) -> None:
         objection = None
-        transport = self._transport("moves")
-        votes = RoundVotes(self._exchange, "forth", len(self._schedule.rounds) if self._tight else 0)
+        transport = self._channel.transport("moves")
+        votes = RoundVotes(self._channel.ask, "forth", len(self._schedule.rounds) if self._tight else 0)
         try:
-            self._at("move")
-            if self._tight and (unequal := self._proved.unequal(self._old_pieces, self._group("check"))):
+            self._channel.at("move")
+            if self._tight and (unequal := self._proved.unequal(self._old_pieces, self._channel.group("check"))):
                 raise SwitchAbortedError(unequal)
             self._executor = self._make_executor(transport, votes)
             self._executor.run(self.party.deadline)
             assert self.new is not None
             self._object_states = remember(self.party, self.old)
             bind(self.party, self.old, self.new, self._executor.new)
-            self._at("bound", len(self._schedule.rounds))
+            self._channel.at("bound", len(self._schedule.rounds))
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
             transport.close()
             votes.excuse(problem, objection)
-        self._exchange("moved", None, objection)
+        self._channel.ask("moved", None, objection)
 
     def _make_executor(self, transport: Transport, votes: RoundVotes) -> Executor:
         return Executor(
@@ -256,7 +233,7 @@ class Attempt:
             transport=transport,
             pool=self.party.memory,
             agree=votes.agree,
-            hook=self._at,
+            hook=self._channel.at,
         )
 
     # Beside the new layout's first forward and backward.
@@ -268,7 +245,7 @@ class Attempt:
             assert self.new is not None
             self._new_pieces = self.new.pieces(self.party.rank, self.party.device)
             # The step writes buffers: they are digested, and if need be brought back, as they were before it.
-            self._keep_values(self._new_pieces, self._is_buffer)
+            self._saved.keep_buffers(self._new_pieces)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             self._objection = objection_of(problem)
         self._thread = threading.Thread(target=self._check, name=f"check-{self.order.number}", daemon=True)
@@ -276,22 +253,22 @@ class Attempt:
 
     def _check(self) -> None:
         try:
-            with self._timed("check"):
+            with self._channel.timed("check"):
                 after = self._digest_after()
-                self._exchange("check", None, self._objection)
+                self._channel.ask("check", None, self._objection)
                 old = None if self._tight else self._old_pieces
-                new = self._as_moved(self._new_pieces)
-                if wrong := self._proved.judge(after, old, new, self._group("check")):
+                new = self._saved.under(self._new_pieces)
+                if wrong := self._proved.judge(after, old, new, self._channel.group("check")):
                     self._objection = Objection(why=wrong, proven=True)
-        except Exception as error:  # noqa: BLE001 - told to all ranks at the commit
+        except Exception as error:  # noqa: BLE001 - told to all ranks
             self._objection = objection_of(error)
 
     def _digest_after(self) -> torch.Tensor:
         after = torch.empty(0)
         try:
-            self._at("check")
+            self._channel.at("check")
             self._proved.note(self._old_pieces)
-            after = self._proved.after(self._as_moved(self._new_pieces))
+            after = self._proved.after(self._saved.under(self._new_pieces))
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             self._objection = self._objection or objection_of(problem)
         return after
@@ -312,19 +289,19 @@ class Attempt:
         self.join(2 * self.party.deadline)
         objection = self._objection
         try:
-            self._at("commit")
+            self._channel.at("commit")
             if self._proved.report is None and objection is None:
                 raise TimeoutError("the digests were not compared in time")
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection or objection_of(problem)
         try:
-            told = self._exchange("commit", {"seconds": self.seconds, "peak": self.party.memory.peak}, objection)
+            told = self._channel.ask("commit", {"seconds": self.seconds, "peak": self.party.memory.peak}, objection)
         except SwitchAbortedError as abort:
             if self._tight and abort.proven:
                 raise SwitchFailedError(f"{abort}; in tight mode the old state is gone") from abort
             if self._tight and self._executor is not None:
                 # The rest of the doomed step may write registered objects, whose only copy is in the new world.
-                self._keep_values(self._executor.new, self._is_of_object)
+                self._saved.keep_objects(self._executor.new)
             raise
         self._commit()
         self.seconds["commit"] = time.perf_counter() - began
@@ -333,7 +310,7 @@ class Attempt:
     def _commit(self) -> None:
         assert self._executor is not None
         self._executor.release()
-        self._groups.keep()
+        self._channel.groups.keep()
         self._retire(self.old, f"belongs to a layout that switch {self.order.number} to {self.order.layout} replaced")
 
     # Giving up.
@@ -341,7 +318,7 @@ class Attempt:
     def give_up(self) -> None:
         """Free what ``build`` and ``warm`` made. Where their thread still runs, call it again once it has ended."""
         self._given_up = True
-        self._groups.close()
+        self._channel.groups.close()
         for piece in self._targets.values():
             self.party.memory.give_back(piece)
         self._targets.clear()
@@ -356,19 +333,19 @@ class Attempt:
             SwitchFailedError: in ``tight``, what was handed over cannot be brought back.
         """
         for purpose in ("moves", "check"):  # what broke may have broken them
-            self._groups.discard(purpose, self.party.everyone)
+            self._channel.groups.discard(purpose, self.party.everyone)
         assert self.new is not None
         if self._tight:
             try:
                 carry_back(
                     self.party,
-                    self._exchange,
+                    self._channel.ask,
                     self._executor,
-                    transport=lambda: self._transport("back"),
+                    transport=lambda: self._channel.transport("back"),
                     ends=(self.old, self.new),
                     proof=self._proved,
                     old_pieces=self._old_pieces,
-                    written=self._before_step,
+                    written=self._saved.values,
                 )
             except SwitchAbortedError as error:
                 raise SwitchFailedError(f"{why}; and the way back failed: {error}") from error
@@ -394,6 +371,11 @@ class Attempt:
     # Small things.
 
     @property
+    def seconds(self) -> dict[str, float]:
+        """How long each phase took on this rank."""
+        return self._channel.seconds
+
+    @property
     def report(self) -> DigestReport | None:
         """The digests' verdict, once they were compared."""
         return self._proof.report if self._proof else None
@@ -415,52 +397,3 @@ class Attempt:
     @property
     def _tight(self) -> bool:
         return self._schedule.mode == "tight"
-
-    def _is_buffer(self, granule: Granule) -> bool:
-        return self.old.catalogue[granule[0]].states[granule[1]].name == "buffer"
-
-    def _is_of_object(self, granule: Granule) -> bool:
-        label = self.old.catalogue[granule[0]].states[granule[1]].name.partition(".")[0]
-        return label in self.old.objects
-
-    def _keep_values(self, pieces: Pieces, which: Callable[[Granule], bool]) -> None:
-        for granule, piece in pieces.items():
-            if which(granule):
-                self._before_step[granule] = piece.tensor.clone()
-
-    def _as_moved(self, pieces: Pieces) -> Pieces:
-        """The new pieces with the values that they had before the step began."""
-        kept = {granule: Piece(tensor, pieces[granule].box) for granule, tensor in self._before_step.items()}
-        return pieces | kept
-
-    def _group(self, purpose: str) -> dist.ProcessGroup:
-        return self._groups.get(
-            purpose,
-            self.party.everyone,
-            backend="gloo" if purpose == "check" else "",
-            timeout_seconds=self.party.deadline,
-        )
-
-    def _transport(self, purpose: str) -> Transport:
-        return self.party.transport(self._group(purpose), self.party.everyone)
-
-    def _exchange(self, what: str, payload: Any, objection: Objection | None = None) -> list[Any]:
-        topic = f"s{self.order.number}/{what}"
-        return exchange(
-            self.party.board, topic, self.party.rank, payload=payload, objection=objection, timeout=self.party.deadline
-        ).in_order()
-
-    def _at(self, event: str, number: int = -1) -> None:
-        self.party.hook(event, number, self.order.number)
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[phase] = time.perf_counter() - began
-
-
-def _dtype(value: torch.Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")

@@ -7,12 +7,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dynatrain.execute.pieces import Pieces, misfits
+from dynatrain.execute.pieces import Piece, Pieces, misfits
 from dynatrain.layout.layout import Layout
+from dynatrain.plan.plan import Granule
+from dynatrain.space.box import shape_of
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.adopt import adopt, shard_like
-from dynatrain.train.agreement import exchange
+from dynatrain.train.agreement import SwitchAbortedError, exchange
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
 from dynatrain.train.live import Described, Entry, UnplacedTensorError, describe, entries, merge
@@ -48,6 +50,13 @@ def report(world: World, states: Mapping[str, tuple[State, ...]], rank: int) -> 
         [d.name, list(d.shape), [list(cut) for cut in d.cuts], [[s.name, s.dtype, s.scalar] for s in d.states], d.stage]
         for d in describe(world.found, states, world.layout, rank)
     ]
+
+
+def values_alone(world: World) -> dict[str, tuple[State, ...]]:
+    """The states of a world that was built on meta: it has no optimizer state and no registered objects yet."""
+    return {
+        name: (State(entry.kind, str(entry.value.dtype).removeprefix("torch.")),) for name, entry in world.found.items()
+    }
 
 
 def read_reports(reports: list[Any], layout: Layout) -> tuple[Catalogue, Ownership]:
@@ -97,6 +106,20 @@ def match_catalogue(old: World, catalogue: Catalogue) -> list[str]:
             if one != other:
                 problems.append(f"build makes {name} with {what} {other}, the old model has {one}")
     return sorted(problems)
+
+
+def allocate(party: Party, old: World, new: World, granule: Granule) -> Piece | None:
+    """This rank's new piece of a granule: storage of its own, padded as FSDP2 pads; None where it will own none."""
+    tensor, state = old.catalogue[granule[0]], old.catalogue[granule[0]].states[granule[1]]
+    entry = new.found.get(tensor.name)
+    if entry is None:
+        return None
+    assert new.ownership is not None
+    dtype = getattr(torch, state.dtype)
+    box = () if state.scalar else new.ownership.box(tensor, party.rank)
+    assert box is not None
+    stored = entry.stored * dtype.itemsize if state.name == "param" else 0
+    return Piece(party.memory.allocate(shape_of(box), dtype, stored), box)
 
 
 def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
@@ -216,6 +239,19 @@ def quiesce(world: World) -> None:
     for entry in world.found.values():
         if isinstance(entry.value, nn.Parameter):
             entry.value.grad = None
+
+
+def refuse_pinned(world: World, pieces: Pieces) -> None:
+    """Refuse pieces whose memory cannot be given up, which ``tight`` has to do.
+
+    Raises:
+        SwitchAbortedError: by name.
+    """
+    if pinned := sorted({world.catalogue[tensor].name for (tensor, _), piece in pieces.items() if piece.pinned}):
+        raise SwitchAbortedError(
+            f"tight mode gives storage up, and that of {', '.join(pinned)} is shared with numpy or another process "
+            "(Tensor.numpy(), share_memory_()): give those a clone, or use mode keep"
+        )
 
 
 def schedulers(world: World) -> dict[str, Any]:

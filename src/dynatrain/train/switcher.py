@@ -34,6 +34,7 @@ from dynatrain.train.names import NameRule, strip_wrappers
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
+from dynatrain.train.start import Start
 from dynatrain.train.targets import DataParallel, Read, same_meaning, whole_world
 from dynatrain.train.torch_private import default_store, unreduced_gradients
 from dynatrain.train.wishes import Wishes
@@ -117,12 +118,12 @@ class Switcher:
         self._wishes = Wishes(self._party.board, schedule or {}, mode)
         self._recorder = recorder
         self._attempt: Attempt | None = None
+        self._start: Start | None = None
         self._abandoned: list[Attempt] = []
         self._settling = False
         self._doomed = ""
         self._edge = -1
         self._turn = 1
-        self._told_at = 0.0
         self._stepped = False
         self._step_ended = time.perf_counter()
         self.step = 0
@@ -274,7 +275,7 @@ class Switcher:
         order = Order(**found)
         target = self._world.layout if order.verb == "stop" else self._read(order.layout)
         self._attempt = Attempt(self._party, order, target, self._world)
-        self._told_at = 0.0
+        self._start = Start(self._attempt)
         if self._recorder:
             self._recorder.announced(order, self.step)
         if order.verb != "stop":
@@ -307,11 +308,8 @@ class Switcher:
     def _advance(self, attempt: Attempt) -> None:
         """Tell the others when this rank can begin; begin where all agreed to."""
         board, number = self._party.board, attempt.order.number
-        if not self._told_at:
-            self._tell(attempt)
-        go = board.go_edge(number)
-        if go is None and (waited := self._overdue(attempt)):
-            go = board.overdue(number, waited)
+        assert self._start is not None
+        go = self._start.look(self._edge, self.step)
         if go is None or (go.edge >= 0 and (go.edge > self._edge or self._accumulating())):
             return
         board.done_with(number)
@@ -331,32 +329,6 @@ class Switcher:
         grads = (entry.value.grad for entry in self._world.found.values())
         pending = any(grad is not None for grad in grads) or any(map(unreduced_gradients, self.parts))
         return not self._stepped and pending
-
-    def _tell(self, attempt: Attempt) -> None:
-        """Say that this rank is ready, or why it never will be, as soon as either is known."""
-        board, order, rank = self._party.board, attempt.order, self._party.rank
-        due = order.at < 0 or self.step >= order.at - 1
-        if order.verb == "switch" and order.at >= 0 and due:
-            attempt.join(self._party.deadline)  # the step was promised: wait for it
-        if order.verb == "switch" and not attempt.prepared:
-            return
-        if attempt.problem:
-            board.give_up(order.number, attempt.problem)
-        elif due:
-            board.ready(order.number, rank, self._edge)
-        else:
-            return
-        self._told_at = time.monotonic()
-
-    def _overdue(self, attempt: Attempt) -> float:
-        """Seconds that this rank has waited for others, or for its own thread, where that is too long; else 0."""
-        if self._told_at:
-            waited, patience = time.monotonic() - self._told_at, self._party.deadline
-        elif attempt.prepared:
-            return 0.0  # a scheduled step is yet to come
-        else:
-            waited, patience = time.monotonic() - attempt.began, 2 * self._party.deadline  # build and warm
-        return waited if waited > patience else 0.0
 
     def _free_abandoned(self) -> None:
         """Free what attempts have made that were given up before they began, also those whose thread ended late."""

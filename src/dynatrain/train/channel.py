@@ -1,0 +1,66 @@
+"""What one switch says to the other ranks and to whoever watches, under its number."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from dynatrain.execute.transport import Transport
+from dynatrain.train.agreement import Objection, exchange
+from dynatrain.train.groups import GroupPool
+from dynatrain.train.party import Party
+
+
+@dataclass(slots=True)
+class Channel:
+    """One rank's side of one switch.
+
+    Attributes:
+        party: the rank's means.
+        number: of the switch.
+        seconds: how long each phase took on this rank.
+        groups: process groups of the switch; the party's own once it is committed.
+    """
+
+    party: Party
+    number: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    groups: GroupPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.groups = self.party.groups.draft(self.number, self.party.deadline)
+
+    def ask(self, what: str, payload: Any, objection: Objection | None = None) -> list[Any]:
+        """Put a question of this switch, each once: all ranks' payloads, by rank.
+
+        Raises:
+            SwitchAbortedError: a rank objected or was late.
+        """
+        party, topic = self.party, f"s{self.number}/{what}"
+        told = exchange(party.board, topic, party.rank, payload=payload, objection=objection, timeout=party.deadline)
+        return told.in_order()
+
+    def at(self, event: str, number: int = -1) -> None:
+        """Tell the hook where this rank is."""
+        self.party.hook(event, number, self.number)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Measure a phase."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = time.perf_counter() - began
+
+    def group(self, purpose: str) -> dist.ProcessGroup:
+        """The group of all ranks for one purpose; its operations end with the phase's deadline."""
+        backend = "gloo" if purpose == "check" else ""
+        return self.groups.get(purpose, self.party.everyone, backend=backend, timeout_seconds=self.party.deadline)
+
+    def transport(self, purpose: str) -> Transport:
+        """A new transport among all ranks."""
+        return self.party.transport(self.group(purpose), self.party.everyone)

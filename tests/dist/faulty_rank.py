@@ -1,0 +1,46 @@
+"""The ranks' entry of a run, with faults: ``faults.json`` in the run folder says which rank signals itself when."""
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+from tests.dist.trained import ROUND_BYTES
+
+from dynatrain.cluster.context import RankContext
+from dynatrain.plan.schedule import STAGING_BYTES
+from dynatrain.train import rank
+from dynatrain.train.switcher import Switcher
+
+FAULTS = "faults.json"
+BUDGET = STAGING_BYTES + (33 << 10)
+"""Several rounds in ``tight``."""
+
+
+class _Faulty(rank._Progress):
+    """Tells the agent first, then does what was planted at this point."""
+
+    planted: list[dict[str, Any]]
+    rank: int
+
+    def event(self, event: str, round_: int, switch: int) -> None:
+        super().event(event, round_, switch)
+        for fault in [f for f in self.planted if (f["event"], f["switch"], f["rank"]) == (event, switch, self.rank)]:
+            if fault["round"] in {None, round_}:
+                self.planted.remove(fault)
+                os.kill(os.getpid(), signal.Signals[fault["signal"]])
+                time.sleep(0.1)  # a stop takes a moment to reach all threads, and this one is to be here then
+
+
+def _rounds(*args: Any, **given: Any) -> Switcher:
+    """The run's ``Switcher``, with several rounds in both modes."""
+    return Switcher(*args, **given | {"budget": BUDGET, "round_bytes": ROUND_BYTES})
+
+
+def main(context: RankContext) -> None:
+    """As :func:`dynatrain.train.rank.main`."""
+    _Faulty.planted = json.loads((context.folder.path / FAULTS).read_text())
+    _Faulty.rank = context.rank
+    rank._Progress, rank.Switcher = _Faulty, _rounds
+    rank.main(context)

@@ -1,0 +1,186 @@
+"""Ranks that are killed or stopped inside a switch, under the real agent."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import pytest
+from tests.dist.agents import MAIN, ROOT, RunningAgent, environment, until
+from tests.dist.faulty_rank import FAULTS
+from tests.dist.trained import SHAPE
+
+from dynatrain.config.run import RunConfig
+from dynatrain.config.toml import to_toml
+from dynatrain.data.prepare import Request as DataRequest
+from dynatrain.data.prepare import prepare
+from dynatrain.observe.log import Tail
+from dynatrain.observe.requests import Request, submit, wait_answer
+from dynatrain.observe.run import RunFolder
+from dynatrain.space.hf_config import written_config
+
+MODES = ("keep", "tight")
+PHASES = ("build", "warm", "quiesce", "posted", "check", "commit")
+STEPS = 100_000
+"""Until somebody ends the run; equal for all, since the learning rate depends on it."""
+DEADLINE = 4.0
+START = 120.0
+"""Seconds for a fork server to import torch, on a machine that does much else."""
+LAYOUTS = ("fsdp2", "dp2")
+"""Training has equal bits in both."""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder with a model's config and tokens."""
+    folder = tmp_path_factory.mktemp("data")
+    text = folder / "text.txt"
+    text.write_text("\n".join(f"{i} and {i * i} make {i + i * i}" for i in range(2000)))
+    (folder / "config.json").write_text(json.dumps(written_config(asdict(SHAPE) | {"vocab_size": 257})))
+    prepare(DataRequest(paths=(str(text),), tokenizer="bytes", validation=0.0), folder)
+    return folder
+
+
+def new_run(path, prepared, *, steps, deadline=DEADLINE, faults=(), switches=(), mode="keep"):
+    config = RunConfig.model_validate(
+        {
+            "layout": LAYOUTS[0],
+            "steps": steps,
+            "model": {"config": str(prepared / "config.json")},
+            "data": {"tokenizer": "bytes", "sequence": 32, "validation": 0.0, "paths": (str(prepared / "text.txt"),)},
+            "batch": {"global_sequences": 2, "micro_sequences": 1},
+            "optimizer": {"exact_norm": True},
+            "switching": {"mode": mode, "deadline_seconds": deadline},
+            "switch": tuple({"step": step, "layout": layout} for step, layout in switches),
+        }
+    )
+    run = RunFolder.create(path, config=to_toml(config), environment={})
+    for file in prepared.iterdir():
+        if file.suffix in {".json", ".npy"} and file.name != "config.json":
+            shutil.copy(file, path)
+    (path / FAULTS).write_text(json.dumps([{"round": None, "switch": 1, **fault} for fault in faults]))
+    return run
+
+
+@contextmanager
+def started(run, liveness=20.0):
+    command = [sys.executable, str(MAIN), str(run.path), "tests.dist.faulty_rank:main", "2", str(liveness)]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        yield RunningAgent(process, run)
+    finally:
+        if process.poll() is None:
+            process.kill()  # its ranks and their parent end with it
+        process.communicate()
+
+
+def switch_events(run):
+    return [event["phase"] for event in Tail(run.events).new() if event["kind"] == "switch"]
+
+
+def steps_of(run):
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in Tail(run.metrics).new()}
+
+
+def side_by_side(work, items):
+    """Two at a time: mostly they wait."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(work, items))
+
+
+def phase_named(event):
+    return "move" if event in {"posted", "round_start", "received", "agreed"} else event
+
+
+def killed(folder, prepared, mode, event, victim=1):
+    fault = {"event": event, "rank": victim, "signal": "SIGKILL"}
+    run = new_run(folder / f"{mode}-{event}-{victim}", prepared, steps=STEPS, faults=[fault], mode=mode)
+    with started(run) as agent:
+        until(lambda: agent.events("ranks_started"), START)
+        submit(run.requests, Request(id="it", verb="switch", arguments={"layout": LAYOUTS[1]}))
+        code, said, _ = agent.end(60)
+        end = next(e for e in agent.events("rank_ended") if e["signal"] == "SIGKILL" and not e["by_agent"])
+        fell = agent.events("run_failed")[0]
+        answer = wait_answer(run.requests, "it", 0)
+    where = f"{mode} {event}: {said}"
+    assert code == 3, where
+    assert (
+        f"rank {victim} (process {end['pid']}) was killed by SIGKILL, in phase {phase_named(event)} of switch 1" in said
+    )
+    assert fell["time"] - end["time"] < 5, where
+    assert "committed" not in switch_events(run), where
+    assert answer.outcome in {"aborted", "failed"}, f"{where}: {answer}"
+
+
+def test_a_rank_killed_in_any_phase_ends_the_run_with_3_and_is_named_with_phase_and_switch(prepared, tmp_path):
+    side_by_side(lambda at: killed(tmp_path, prepared, *at), [(mode, event) for mode in MODES for event in PHASES])
+
+
+def stopped(folder, prepared, mode, points):
+    """Stop rank 1 at each of ``(event, seconds)`` in turn, one switch after the other; ``(run, answers, steps)``."""
+    faults = [{"event": event, "rank": 1, "signal": "SIGSTOP", "switch": n} for n, (event, _) in enumerate(points, 1)]
+    run = new_run(folder / mode, prepared, steps=STEPS, faults=faults, mode=mode)
+    answers, here = [], 0
+    with started(run) as agent:
+        pid = until(lambda: agent.events("ranks_started"), START)[0]["pids"][1]
+        for number, seconds in enumerate([*(seconds for _, seconds in points), 0]):
+            submit(run.requests, Request(id=f"r{number}", verb="switch", arguments={"layout": LAYOUTS[1 - here]}))
+            if seconds:
+                until(lambda wanted=number + 1: len(agent.events("rank_stopped")) == wanted, 60)
+                time.sleep(seconds)
+                os.kill(pid, signal.SIGCONT)
+            answers.append(wait_answer(run.requests, f"r{number}", 60))
+            here = 1 - here if answers[-1].outcome == "done" else here
+        done = len(steps_of(run))
+        until(lambda: len(steps_of(run)) > done + 2)
+        agent.send(signal.SIGINT)
+        code, said, _ = agent.end(30)
+    assert code == 130, said
+    return answers, steps_of(run)
+
+
+LONG = DEADLINE + 1.5
+"""Beyond the deadline of one phase, within the next one's: the way back waits as long again."""
+
+
+def test_a_stopped_rank_costs_nothing_before_the_deadline_and_the_switch_alone_after_it(prepared, tmp_path):
+    points = [("posted", 0.5), *((event, LONG) for event in PHASES), ("check", 0.5)]
+    (keep, keep_steps), (tight, tight_steps) = side_by_side(
+        lambda mode: stopped(tmp_path, prepared, mode, points), MODES
+    )
+    for answers in (keep, tight):
+        for (event, seconds), answer in zip([*points, ("nothing", 0)], answers, strict=True):
+            assert answer.outcome == ("aborted" if seconds > DEADLINE else "done"), f"{event}: {answer}"
+            if seconds > DEADLINE:
+                assert "rank 1" in answer.message or "ranks [1]" in answer.message, f"{event}: {answer}"
+    # Neither the aborted switches nor the committed ones changed a bit of any step.
+    undisturbed = new_run(tmp_path / "undisturbed", prepared, steps=STEPS)
+    with started(undisturbed) as agent:
+        until(lambda: len(steps_of(undisturbed)) >= max(map(len, (keep_steps, tight_steps))), START)
+        agent.send(signal.SIGINT)
+        assert agent.end(30)[0] == 130
+    expected = steps_of(undisturbed)
+    for steps in (keep_steps, tight_steps):
+        assert {step: expected[step] for step in steps} == steps
+
+
+def test_a_rank_still_stopped_when_the_agents_patience_ends_is_named_with_phase_and_switch(prepared, tmp_path):
+    def work(mode):
+        fault = {"event": "quiesce", "rank": 1, "signal": "SIGSTOP"}
+        run = new_run(tmp_path / mode, prepared, steps=STEPS, deadline=2.0, faults=[fault], mode=mode)
+        with started(run, liveness=5.0) as agent:
+            until(lambda: agent.events("ranks_started"), START)
+            submit(run.requests, Request(id="it", verb="switch", arguments={"layout": LAYOUTS[1]}))
+            code, said, _ = agent.end(60)
+        assert code == 3, said
+        assert "no sign of life for 5 s from rank 1" in said
+        assert "halted), last seen in phase quiesce of switch 1" in said
+        assert "committed" not in switch_events(run)
+
+    side_by_side(work, MODES)
