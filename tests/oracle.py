@@ -59,21 +59,21 @@ def total(parts, tree):
 
 
 def train(weights, shape, batches, *, seed, rate, warmup, steps, decay=0.1, betas=(0.9, 0.95), clip=1.0, tree=True):
-    """Losses, weights and moments after the batches of steps 0, 1, ...; the cosine reaches 0.1 at ``steps``."""
-    losses, w = [], {name: value.clone().requires_grad_() for name, value in weights.items()}
-    optimizer = torch.optim.AdamW(w.values(), lr=rate, betas=betas, weight_decay=decay)
+    """After each batch of steps 0, 1, ...: loss, weights and moments, live. The cosine reaches 0.1 at ``steps``."""
+    w = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    groups = [{"params": [v for v in w.values() if v.ndim == n], "weight_decay": decay * (n == 2)} for n in (2, 1)]
+    optimizer = torch.optim.AdamW(groups, betas=betas)  # vectors, the norms' weights, do not decay
     for step, batch in enumerate(batches):
         tokens, parts = sum(targets.numel() for _, _, targets in batch), []
         for samples, inputs, targets in batch:
-            out = logits(w, shape, samples, inputs, f"{seed}/{step}")
-            loss = F.cross_entropy(out.transpose(1, 2), targets, reduction="sum") / tokens
+            out = logits(w, shape, samples, inputs, f"{seed}/{step}").flatten(0, 1)
+            loss = F.cross_entropy(out, targets.flatten(), reduction="sum") / tokens
             parts.append([loss.detach(), *torch.autograd.grad(loss, list(w.values()))])
         loss, *gradients = total(parts, tree)
-        norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
+        norm = math.sqrt(torch.cat([g.double().square().reshape(len(g), -1).sum(1) for g in gradients]).sum())
         for value, gradient in zip(w.values(), gradients, strict=True):
             value.grad = gradient * min(1.0, clip / (norm + 1e-6))
         cosine = (1 + math.cos(math.pi * min(1.0, max(0, step - warmup) / max(1, steps - warmup)))) / 2
-        optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / max(1, warmup)) * (0.1 + 0.9 * cosine)
+        groups[0]["lr"] = groups[1]["lr"] = rate * min(1.0, (step + 1) / max(1, warmup)) * (0.1 + 0.9 * cosine)
         optimizer.step()
-        losses.append(loss.item())
-    return losses, {n: v.detach() for n, v in w.items()}, {n: dict(optimizer.state[v]) for n, v in w.items()}
+        yield loss.item(), {n: v.detach() for n, v in w.items()}, {n: optimizer.state[v] for n, v in w.items()}

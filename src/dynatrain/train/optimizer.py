@@ -119,8 +119,12 @@ def step_totals(
 
 
 def clip(params: Sequence[nn.Parameter], norm: float, limit: float) -> None:
-    """Scale gradients in place so that the global norm is at most ``limit``; leaves every bit alone below it."""
-    if limit and norm > limit:
+    """Scale gradients in place so that the global norm is at most ``limit``, by torch's formula.
+
+    Where nothing is to be clipped, or ``limit`` is 0, every bit is left alone.
+    """
+    scale = limit / (norm + 1e-6)
+    if limit and scale < 1:
         for param in params:
             if param.grad is not None:
-                local_tensor(param.grad).mul_(limit / norm)
+                local_tensor(param.grad).mul_(scale)
