@@ -12,6 +12,7 @@ class Order:
         layout: target, as text.
         mode: ``keep``, ``tight`` or ``auto``.
         at: first step that is to run in the new layout; -1 for as soon as all are ready.
+        edge: step edge of rank 0 at which it was decided; the other ranks know of it by the edge after.
         verb: ``switch`` or ``stop``.
         by: who asked.
         request: number of the request on the board; -1 for none.
@@ -22,6 +23,7 @@ class Order:
     layout: str
     mode: str = "auto"
     at: int = -1
+    edge: int = -1
     verb: str = "switch"
     by: str = ""
     request: int = -1

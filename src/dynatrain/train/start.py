@@ -40,8 +40,10 @@ class Start:
         """Say that this rank is ready, or why it never will be, as soon as either is known."""
         attempt, order, party = self._attempt, self._attempt.order, self._attempt.party
         due = order.at < 0 or step >= order.at - 1
-        if order.verb == "switch" and order.at >= 0 and due:
-            attempt.join(party.deadline)  # the step was promised: wait for it
+        # A step that was promised is waited for. Not at the edge of the decision itself: a rank that has yet to hear of
+        # it trains on, and its step needs this one.
+        if order.verb == "switch" and order.at >= 0 and due and edge > order.edge:
+            attempt.join(party.deadline)
         if order.verb == "switch" and not attempt.prepared:
             return
         if attempt.problem:

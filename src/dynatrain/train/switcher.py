@@ -285,7 +285,7 @@ class Switcher:
         """What rank 0 wants next."""
         for order in self._wishes.due(self.step):
             if (refusal := self._refuse(order)) is None:
-                return replace(order, number=self._turn)
+                return replace(order, number=self._turn, edge=self._edge)
             self._answer(order, *refusal)
         return None
 
