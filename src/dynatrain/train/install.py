@@ -155,9 +155,12 @@ def _bind_optimizer(old: World, new: World, by_name: Mapping[str, Mapping[str, t
         state = {}
         for key, value in by_name[name].items():
             if key in of_optimizer:
-                # AdamW keeps its step counter on the host unless it is capturable.
+                # AdamW keeps its step counter on the host unless it is capturable. A tensor object of its own: when the
+                # counter is retired, the piece must stay usable, whose memory is given back later.
                 state[key] = (
-                    value.cpu() if value.ndim == 0 and key == "step" else shard_like(entry.value, value.flatten())
+                    value.cpu().detach()
+                    if value.ndim == 0 and key == "step"
+                    else shard_like(entry.value, value.flatten())
                 )
         if state:
             new.optimizer.state[entry.value] = state
