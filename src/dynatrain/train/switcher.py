@@ -63,6 +63,8 @@ class Switcher:
         store: for process groups; likewise.
         recorder: writes events and certificates; None writes nothing.
         legal: reads a layout's text and refuses what the model does not allow; None checks the world size alone.
+        device: where state lies; the CPU where it is None.
+        memory: where its memory comes from; made where it is None.
         data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; with
             ``fixed``, a loop in which FSDP2 averages gradients keeps its number of data ranks.
         **more: further attributes of :class:`dynatrain.train.party.Party`.
@@ -90,6 +92,7 @@ class Switcher:
         legal: Read | None = None,
         data_parallel: DataParallel = "fixed",
         device: torch.device | None = None,
+        memory: Pool | None = None,
         **more: Any,
     ) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -106,7 +109,7 @@ class Switcher:
             world_size=world_size,
             board=board or Board(dist.PrefixStore("dynatrain/board", default_store()), world_size),
             groups=groups,
-            memory=Pool(device, touch=True),
+            memory=memory or Pool(device, touch=True),
             device=device,
             build=build,
             names=names,
