@@ -1,0 +1,65 @@
+"""Counts that owe nothing to the code they check: bytes on the wire, and memory that is alive."""
+
+import weakref
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class CountingTransport:
+    """Counts the payload of every message that passes, by peer: moves travel as bytes, their checksums as int64."""
+
+    def __init__(self, inner):
+        self.inner, self.size = inner, inner.size
+        self.sent, self.received = {}, {}
+
+    def post(self, sends, receives):
+        for messages, count in ((sends, self.sent), (receives, self.received)):
+            for message in messages:
+                if message.tensor.dtype == torch.uint8:
+                    count[message.peer] = count.get(message.peer, 0) + message.tensor.nbytes
+        return self.inner.post(sends, receives)
+
+    def close(self):
+        self.inner.close()
+
+
+class Alive(TorchDispatchMode):
+    """Sums up every storage that operations of this thread touch, for as long as it lives.
+
+    Attributes:
+        peak: most bytes alive at once.
+    """
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.storages, self.born, self.peak = {}, [], 0
+        self.see(list(tensors))
+        self.born.clear()
+
+    def see(self, found):
+        fresh = [storage for storage in _storages(found) if self._get(storage._cdata) is None]
+        if fresh:  # else nothing has grown
+            self.storages |= {storage._cdata: weakref.ref(storage) for storage in fresh}
+            self.born += [(storage._cdata, storage.nbytes()) for storage in fresh]
+            self.peak = max(self.peak, sum(storage.nbytes() for key in self.storages if (storage := self._get(key))))
+
+    def largest(self, pieces):
+        """Bytes of the largest storage that was made meanwhile and is none of ``pieces``."""
+        known = {storage._cdata for storage in _storages(list(pieces))}
+        return max((size for key, size in self.born if key not in known), default=0)
+
+    def _get(self, key):
+        return self.storages[key]() if key in self.storages else None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        self.see((args, found))
+        return found
+
+
+def _storages(found):
+    tensors = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"]
+    return [(t._local_tensor if isinstance(t, DTensor) else t).untyped_storage() for t in tensors]
