@@ -354,10 +354,10 @@ class Attempt:
         if self._streams is not None:
             self._streams.restore(self.party.device)
             quiesce(self.new)
-        self._retire(self.new, f"belongs to switch {self.order.number} to {self.order.layout}, which was aborted")
         if self._executor is not None:
             self._executor.abandon()
         self.give_up()
+        self._retire(self.new, f"belongs to switch {self.order.number} to {self.order.layout}, which was aborted")
 
     def finish(self) -> None:
         """The attempt is over, one way or the other: the collector runs again if it did."""
