@@ -1,4 +1,4 @@
-"""The ranks' entry of a run, with faults: ``faults.json`` in the run folder says which rank signals itself when."""
+"""The ranks' entry of a run, with faults: ``faults.json`` in the run folder says which rank harms itself when."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import signal
 import time
 from typing import Any
 
-from tests.dist.trained import ROUND_BYTES
+from tests.dist.trained import ROUND_BYTES, flip
 
 from dynatrain.cluster.context import RankContext
 from dynatrain.plan.schedule import STAGING_BYTES
@@ -23,19 +23,24 @@ class _Faulty(rank._Progress):
 
     planted: list[dict[str, Any]]
     rank: int
+    switchers: list[Switcher]
 
     def event(self, event: str, round_: int, switch: int) -> None:
         super().event(event, round_, switch)
         for fault in [f for f in self.planted if (f["event"], f["switch"], f["rank"]) == (event, switch, self.rank)]:
             if fault["round"] in {None, round_}:
                 self.planted.remove(fault)
-                os.kill(os.getpid(), signal.Signals[fault["signal"]])
-                time.sleep(0.1)  # a stop takes a moment to reach all threads, and this one is to be here then
+                if fault["signal"] == "flip":
+                    flip(self.switchers[0]._attempt.new, "param", self.rank)
+                else:
+                    os.kill(os.getpid(), signal.Signals[fault["signal"]])
+                    time.sleep(0.1)  # a stop takes a moment to reach all threads, and this one is to be here then
 
 
 def _rounds(*args: Any, **given: Any) -> Switcher:
     """The run's ``Switcher``, with several rounds in both modes."""
-    return Switcher(*args, **given | {"budget": BUDGET, "round_bytes": ROUND_BYTES})
+    _Faulty.switchers = [Switcher(*args, **given | {"budget": BUDGET, "round_bytes": ROUND_BYTES})]
+    return _Faulty.switchers[0]
 
 
 def main(context: RankContext) -> None:

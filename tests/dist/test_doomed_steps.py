@@ -42,7 +42,7 @@ class DoomedLoop(Loop):
             before = [p.detach().to_local().clone() for p in net.parameters()]
             optimizer.zero_grad()
             inputs, targets = batch(step, self.rank)
-            drawn = torch.rand(()).item() + random.random() + np.random.rand()
+            drawn = torch.rand(()).item() + random.random() + np.random.rand()  # noqa: NPY002 - the process-wide one
             loss = functional.mse_loss(net(inputs) * (1 + drawn), targets)
             loss.backward()
             optimizer.step()
@@ -71,7 +71,7 @@ class DoomedLoop(Loop):
 
 def seeded(world):
     random.seed(world.rank)
-    np.random.seed(world.rank)
+    np.random.seed(world.rank)  # noqa: NPY002
     torch.manual_seed(world.rank)
 
 

@@ -1,23 +1,10 @@
 """One flipped bit is found, and named: tensor, state, rank and place."""
 
 import pytest
-import torch
-from tests.dist.trained import DoneError, sit_down, switcher, train
+from tests.dist.trained import FLIPPED, DoneError, flip, sit_down, switcher, train
 from tests.ranks import run
 
 from dynatrain.train.agreement import SwitchFailedError
-
-TENSOR = "layers.1.mlp.up_proj.weight"
-PLACE = (3, 5)
-"""In the local piece of the rank that is disturbed."""
-
-
-def flip(world, state, rank):
-    """Flip a bit of one element that a rank of a ``World`` holds; the element's index in the tensor."""
-    tensor = next(tensor for tensor in world.catalogue if tensor.name == TENSOR)
-    box = world.ownership.box(tensor, rank)
-    world.values()[TENSOR, state].view(torch.int32)[PLACE] ^= 1 << 18  # one that the next steps do not round away
-    return tuple(start + at for (start, _), at in zip(box, PLACE, strict=True))
 
 
 class Watched:
@@ -86,9 +73,9 @@ def test_keep_names_tensor_state_rank_and_index_of_a_bit_that_flipped_in_a_desti
     first, second = (f"first at index {results[rank][3][0]}" for rank in (2, 1))
     for how, _, ends, _ in results:
         assert (how, [outcome for outcome, _ in ends]) == ("trained", ["aborted", "aborted", "committed"])
-        assert f"{TENSOR} param on rank 2 in box" in ends[0][1]
+        assert f"{FLIPPED} param on rank 2 in box" in ends[0][1]
         assert first in ends[0][1]
-        assert f"{TENSOR} exp_avg_sq on rank 1 in box" in ends[1][1]
+        assert f"{FLIPPED} exp_avg_sq on rank 1 in box" in ends[1][1]
         assert second in ends[1][1]
 
 
@@ -97,7 +84,7 @@ def test_tight_stops_the_run_and_names_tensor_state_and_rank_of_a_bit_that_flipp
     for how, words, ends, _ in results:
         assert (how, [outcome for outcome, _ in ends]) == ("raised", ["failed"])
         assert words == ends[0][1]
-        assert f"{TENSOR} exp_avg on rank 2 in box" in words
+        assert f"{FLIPPED} exp_avg on rank 2 in box" in words
         assert "the old state is gone" in words
 
 
@@ -107,5 +94,5 @@ def test_copies_that_differ_before_a_switch_are_named_and_the_switch_is_refused(
     index = results[3][3][0]
     for how, _, ends, _ in results:
         assert (how, [outcome for outcome, _ in ends]) == ("trained", ["aborted"])
-        assert f"copies 0 and 1 of {TENSOR} param differed before the switch" in ends[0][1]
+        assert f"copies 0 and 1 of {FLIPPED} param differed before the switch" in ends[0][1]
         assert f"first at index {index}: ranks 1 and 3 held other bits" in ends[0][1]

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import pytest
 from tests.dist.agents import MAIN, ROOT, RunningAgent, environment, until
 from tests.dist.faulty_rank import FAULTS
-from tests.dist.trained import SHAPE
+from tests.dist.trained import FLIPPED, SHAPE
 
 from dynatrain.config.run import RunConfig
 from dynatrain.config.toml import to_toml
@@ -26,6 +26,11 @@ from dynatrain.observe.run import RunFolder
 from dynatrain.space.hf_config import written_config
 
 MODES = ("keep", "tight")
+ROUND_EVENTS = ("round_start", "posted", "received", "agreed")
+EVERYWHERE = tuple(
+    [(event, None) for event in ("build", "warm", "quiesce", "move", "bound", "check", "commit")]
+    + [(event, number) for number in range(2) for event in ROUND_EVENTS]
+)
 PHASES = ("build", "warm", "quiesce", "posted", "check", "commit")
 STEPS = 100_000
 """Until somebody ends the run; equal for all, since the learning rate depends on it."""
@@ -95,12 +100,13 @@ def side_by_side(work, items):
 
 
 def phase_named(event):
-    return "move" if event in {"posted", "round_start", "received", "agreed"} else event
+    return "move" if event in {*ROUND_EVENTS, "bound"} else event
 
 
-def killed(folder, prepared, mode, event, victim=1):
-    fault = {"event": event, "rank": victim, "signal": "SIGKILL"}
-    run = new_run(folder / f"{mode}-{event}-{victim}", prepared, steps=STEPS, faults=[fault], mode=mode)
+def killed(folder, prepared, mode, event, number=None, victim=1):
+    fault = {"event": event, "round": number, "rank": victim, "signal": "SIGKILL"}
+    name = f"{mode}-{event}-{number}-{victim}"
+    run = new_run(folder / name, prepared, steps=STEPS, faults=[fault], mode=mode)
     with started(run) as agent:
         until(lambda: agent.events("ranks_started"), START)
         submit(run.requests, Request(id="it", verb="switch", arguments={"layout": LAYOUTS[1]}))
@@ -108,7 +114,7 @@ def killed(folder, prepared, mode, event, victim=1):
         end = next(e for e in agent.events("rank_ended") if e["signal"] == "SIGKILL" and not e["by_agent"])
         fell = agent.events("run_failed")[0]
         answer = wait_answer(run.requests, "it", 0)
-    where = f"{mode} {event}: {said}"
+    where = f"{name}: {said}"
     assert code == 3, where
     assert (
         f"rank {victim} (process {end['pid']}) was killed by SIGKILL, in phase {phase_named(event)} of switch 1" in said
@@ -122,19 +128,33 @@ def test_a_rank_killed_in_any_phase_ends_the_run_with_3_and_is_named_with_phase_
     side_by_side(lambda at: killed(tmp_path, prepared, *at), [(mode, event) for mode in MODES for event in PHASES])
 
 
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+def test_each_rank_killed_anywhere_ends_the_run_with_3_and_is_named_with_phase_and_switch(prepared, tmp_path):
+    every = [(mode, *point, victim) for mode in MODES for point in EVERYWHERE for victim in range(2)]
+    side_by_side(lambda at: killed(tmp_path, prepared, *at), every)
+
+
 def stopped(folder, prepared, mode, points):
-    """Stop rank 1 at each of ``(event, seconds)`` in turn, one switch after the other; ``(run, answers, steps)``."""
-    faults = [{"event": event, "rank": 1, "signal": "SIGSTOP", "switch": n} for n, (event, _) in enumerate(points, 1)]
+    """Stop a rank at each of ``(event, round, rank, seconds)`` in turn, one switch after the other.
+
+    Returns:
+        The answers, one more than there are points: the last switch is left alone; and ``{step: (loss, norm)}``.
+    """
+    faults = [
+        {"event": event, "round": number, "rank": rank, "signal": "SIGSTOP", "switch": switch}
+        for switch, (event, number, rank, _) in enumerate(points, 1)
+    ]
     run = new_run(folder / mode, prepared, steps=STEPS, faults=faults, mode=mode)
     answers, here = [], 0
     with started(run) as agent:
-        pid = until(lambda: agent.events("ranks_started"), START)[0]["pids"][1]
-        for number, seconds in enumerate([*(seconds for _, seconds in points), 0]):
+        pids = until(lambda: agent.events("ranks_started"), START)[0]["pids"]
+        for number, (_, _, rank, seconds) in enumerate([*points, (None, None, 0, 0)]):
             submit(run.requests, Request(id=f"r{number}", verb="switch", arguments={"layout": LAYOUTS[1 - here]}))
             if seconds:
                 until(lambda wanted=number + 1: len(agent.events("rank_stopped")) == wanted, 60)
                 time.sleep(seconds)
-                os.kill(pid, signal.SIGCONT)
+                os.kill(pids[rank], signal.SIGCONT)
             answers.append(wait_answer(run.requests, f"r{number}", 60))
             here = 1 - here if answers[-1].outcome == "done" else here
         done = len(steps_of(run))
@@ -145,29 +165,46 @@ def stopped(folder, prepared, mode, points):
     return answers, steps_of(run)
 
 
+def stop_everywhere(folder, prepared, points):
+    """Stop ranks at ``points[mode]`` in both modes, and hold outcomes, names and bits to what was promised."""
+    results = side_by_side(lambda mode: stopped(folder, prepared, mode, points[mode]), MODES)
+    for mode, (answers, _) in zip(MODES, results, strict=True):
+        for (event, number, rank, seconds), answer in zip([*points[mode], ("", 0, 0, 0)], answers, strict=True):
+            where = f"{mode} {event} {number} on rank {rank} for {seconds} s: {answer}"
+            assert answer.outcome == ("aborted" if seconds > DEADLINE else "done"), where
+            assert seconds < DEADLINE or f"rank {rank}" in answer.message or f"ranks [{rank}]" in answer.message, where
+    # Neither the aborted switches nor the committed ones changed a bit of any step.
+    undisturbed = new_run(folder / "undisturbed", prepared, steps=STEPS)
+    with started(undisturbed) as agent:
+        longest = max(len(steps) for _, steps in results)
+        until(lambda: len(steps_of(undisturbed)) >= longest, START + longest)
+        agent.send(signal.SIGINT)
+        assert agent.end(30)[0] == 130
+    expected = steps_of(undisturbed)
+    for _, steps in results:
+        assert {step: expected[step] for step in steps} == steps
+
+
+SHORT = 0.5
 LONG = DEADLINE + 1.5
 """Beyond the deadline of one phase, within the next one's: the way back waits as long again."""
 
 
 def test_a_stopped_rank_costs_nothing_before_the_deadline_and_the_switch_alone_after_it(prepared, tmp_path):
-    points = [("posted", 0.5), *((event, LONG) for event in PHASES), ("check", 0.5)]
-    (keep, keep_steps), (tight, tight_steps) = side_by_side(
-        lambda mode: stopped(tmp_path, prepared, mode, points), MODES
-    )
-    for answers in (keep, tight):
-        for (event, seconds), answer in zip([*points, ("nothing", 0)], answers, strict=True):
-            assert answer.outcome == ("aborted" if seconds > DEADLINE else "done"), f"{event}: {answer}"
-            if seconds > DEADLINE:
-                assert "rank 1" in answer.message or "ranks [1]" in answer.message, f"{event}: {answer}"
-    # Neither the aborted switches nor the committed ones changed a bit of any step.
-    undisturbed = new_run(tmp_path / "undisturbed", prepared, steps=STEPS)
-    with started(undisturbed) as agent:
-        until(lambda: len(steps_of(undisturbed)) >= max(map(len, (keep_steps, tight_steps))), START)
-        agent.send(signal.SIGINT)
-        assert agent.end(30)[0] == 130
-    expected = steps_of(undisturbed)
-    for steps in (keep_steps, tight_steps):
-        assert {step: expected[step] for step in steps} == steps
+    points = {
+        mode: [
+            (event, None, 1, LONG if number % 2 == MODES.index(mode) else SHORT) for number, event in enumerate(PHASES)
+        ]
+        for mode in MODES
+    }
+    stop_everywhere(tmp_path, prepared, points)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+def test_each_rank_stopped_anywhere_costs_nothing_or_the_switch_alone(prepared, tmp_path):
+    every = [(*point, rank, seconds) for point in EVERYWHERE for rank in range(2) for seconds in (SHORT, LONG)]
+    stop_everywhere(tmp_path, prepared, dict.fromkeys(MODES, every))
 
 
 def test_a_rank_still_stopped_when_the_agents_patience_ends_is_named_with_phase_and_switch(prepared, tmp_path):
@@ -184,3 +221,19 @@ def test_a_rank_still_stopped_when_the_agents_patience_ends_is_named_with_phase_
         assert "committed" not in switch_events(run)
 
     side_by_side(work, MODES)
+
+
+def test_a_switch_that_cannot_be_taken_back_stops_the_run_with_3_and_is_answered_as_failed(prepared, tmp_path):
+    fault = {"event": "bound", "rank": 1, "signal": "flip"}
+    run = new_run(tmp_path / "run", prepared, steps=STEPS, faults=[fault], mode="tight")
+    with started(run) as agent:
+        until(lambda: agent.events("ranks_started"), START)
+        submit(run.requests, Request(id="it", verb="switch", arguments={"layout": LAYOUTS[1]}))
+        code, said, _ = agent.end(60)
+    answer = wait_answer(run.requests, "it", 0)
+    assert code == 3, said
+    assert f"SwitchFailedError: digests differ after the move: {FLIPPED} param on rank 1 in box" in said
+    assert answer.outcome == "failed"
+    assert f"{FLIPPED} param on rank 1 in box" in answer.message
+    assert switch_events(run) == ["announce", "failed"]
+    assert json.loads((run.switch(1) / "certificate.json").read_text())["outcome"] == "failed"

@@ -7,6 +7,7 @@ import warnings
 from datetime import timedelta
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from dynatrain.cluster.board import Board
@@ -144,3 +145,16 @@ def summed(all_shares):
         for key, value in one.items():
             total[key] = (total.get(key, 0) + value) % (1 << 64)
     return total
+
+
+FLIPPED = "layers.1.mlp.up_proj.weight"
+PLACE = (3, 5)
+"""In the local piece of the rank that is disturbed."""
+
+
+def flip(world, state, rank):
+    """Flip a bit of one element that a rank of a ``World`` holds; the element's index in the tensor."""
+    tensor = next(tensor for tensor in world.catalogue if tensor.name == FLIPPED)
+    box = world.ownership.box(tensor, rank)
+    world.values()[FLIPPED, state].view(torch.int32)[PLACE] ^= 1 << 18  # one that the next steps do not round away
+    return tuple(start + at for (start, _), at in zip(box, PLACE, strict=True))

@@ -91,6 +91,8 @@ class Recorder:
 
     def ended(self, attempt: Attempt, outcome: str, reason: str, step: int, told: Mapping[int, Any]) -> None:
         """A switch was committed, aborted or failed: write its certificate."""
+        if self._open is not None and not self._counting:
+            self._board.leave(self._open[0])  # the others told their lost seconds and left
         self._counting, self._open = "", None
         committed = outcome == "committed"
         if committed:
@@ -154,7 +156,7 @@ class Recorder:
                 algorithm=ALGORITHM,
                 before=report.before if report else {},
                 after=report.after if report else {},
-                equal=bool(report and report.equal),
+                equal=bool(report and report.before == report.after),
             ),
             bytes=_bytes(summary),
             seconds=Seconds(**seconds),
