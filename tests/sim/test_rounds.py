@@ -250,12 +250,9 @@ def test_pieces_that_do_not_fit_are_all_named():
     rank.old[two] = dataclasses.replace(rank.old[two], tensor=rank.old[two].tensor.double())
     with pytest.raises(ValueError, match=r"(?s)embedding.weight param: shape.*layers.0.wq param: dtype"):
         type(rank.executor)(
-            plan=plan,
-            catalogue=JOB,
+            exchange=exchange.Exchange(plan=plan, catalogue=JOB, transport=local(4)[0], pool=rank.pool),
             old=rank.old,
             target=rank.make,
-            transport=local(4)[0],
-            pool=rank.pool,
             agree=Ballot(4),
             hook=lambda _event, _round: None,
         )

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from dynatrain.execute.census import DigestReport
+from dynatrain.execute.exchange import Exchange
+from dynatrain.execute.pages import touch
 from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.execute.rounds import Executor
 from dynatrain.execute.transport import Transport
@@ -87,6 +89,7 @@ class Attempt:
     _groups: GroupPool = field(init=False)
     _given_up: bool = False
     _collects: bool = False
+    _moves: Exchange | None = None
     _targets: Pieces = field(default_factory=dict)
     _executor: Executor | None = None
     _proof: Proof | None = None
@@ -153,8 +156,14 @@ class Attempt:
 
     def _warm(self) -> None:
         self._at("warm")
-        for purpose in ("check", "moves"):
-            self._group(purpose)
+        self._group("check")
+        self._moves = Exchange(
+            plan=self._blueprint.part,
+            catalogue=self.old.catalogue,
+            transport=self._transport("moves"),
+            pool=self.party.memory,
+        )
+        self._moves.warm()
         if self._schedule.mode == "keep":
             adopted = frozenset(self._blueprint.part.adopted)
             for granules in self._schedule.rounds:
@@ -163,6 +172,9 @@ class Attempt:
                         return
                     if granule not in adopted and (piece := self._allocate(granule)) is not None:
                         self._targets[granule] = piece
+            # Only now: neighbours that were touched one by one would not share huge pages.
+            for piece in self._targets.values():
+                touch(piece.tensor)
 
     def _allocate(self, granule: Granule) -> Piece | None:
         """This rank's new piece of a granule: storage of its own, padded as FSDP2 pads."""
@@ -229,13 +241,14 @@ class Attempt:
 
     def _run(self) -> None:
         objection = None
-        transport = self._transport("moves")
+        assert self._moves is not None
+        transport = self._moves.transport
         votes = RoundVotes(self._exchange, "forth", len(self._schedule.rounds) if self._tight else 0)
         try:
             self._at("move")
             if self._tight and (unequal := self._proved.unequal(self._old_pieces, self._group("check"))):
                 raise SwitchAbortedError(unequal)
-            self._executor = self._make_executor(transport, votes)
+            self._executor = self._make_executor(self._moves, votes)
             self._executor.run(self.party.deadline)
             assert self.new is not None
             self._object_states = remember(self.party, self.old)
@@ -247,14 +260,11 @@ class Attempt:
             votes.excuse(problem, objection)
         self._exchange("moved", None, objection)
 
-    def _make_executor(self, transport: Transport, votes: RoundVotes) -> Executor:
+    def _make_executor(self, moves: Exchange, votes: RoundVotes) -> Executor:
         return Executor(
-            plan=self._blueprint.part,
-            catalogue=self.old.catalogue,
+            exchange=moves,
             old=self._old_pieces,
             target=self._allocate if self._tight else self._targets.get,
-            transport=transport,
-            pool=self.party.memory,
             agree=votes.agree,
             hook=self._at,
         )
@@ -342,6 +352,8 @@ class Attempt:
         """Free what ``build`` and ``warm`` made. Where their thread still runs, call it again once it has ended."""
         self._given_up = True
         self._groups.close()
+        if self._moves is not None:
+            self._moves.release()
         for piece in self._targets.values():
             self.party.memory.give_back(piece)
         self._targets.clear()

@@ -105,7 +105,7 @@ class Switcher:
             world_size=world_size,
             board=board or Board(dist.PrefixStore("dynatrain/board", default_store()), world_size),
             groups=groups,
-            memory=Pool(device, touch=True),
+            memory=Pool(device),
             device=device,
             build=build,
             names=names,
