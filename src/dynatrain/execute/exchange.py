@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-from dynatrain.execute.pages import touch
+from dynatrain.execute.pages import memory_of, touch
 from dynatrain.execute.pieces import Pieces, Pool
 from dynatrain.execute.transport import Message, Pending, Transport
 from dynatrain.execute.wire import DEPTH, FAN, Bundle, Item, Part, Route, Wave, room, routes
@@ -210,8 +210,8 @@ class _Stream:
     hash: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
 
     def update(self, data: torch.Tensor) -> None:
-        # Not Tensor.numpy(): it marks the storage as not resizable for good, and then it can never be given back.
-        self.hash.update(np.from_dlpack(_bytes(data).cpu()))
+        on_host = data.cpu()
+        self.hash.update(memory_of(on_host))
 
 
 class _Sums:
@@ -261,7 +261,7 @@ def _together(waves: Sequence[Wave]) -> int:
 
 def _view(pieces: Pieces, item: Item, part: Part) -> torch.Tensor:
     piece = pieces[item.granule]
-    return piece.tensor[within(part.box, piece.box)]
+    return piece.tensor if part.box == piece.box else piece.tensor[within(part.box, piece.box)]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,10 @@ APART_FROM = 128 << 10
 """Bytes from which on memory can be mapped apart; less shares pages with its neighbours."""
 
 _LIBC = ctypes.CDLL(None)
+_BUF_READ = 0x100
+_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_memory.restype = ctypes.py_object
 _M_MMAP_THRESHOLD = -3
 _USUAL = 32 << 20  # where the C library's own adaptation of the threshold ends
 _MADV_HUGEPAGE = 14
@@ -55,3 +59,12 @@ def touch(tensor: torch.Tensor) -> None:
         flat = tensor.view(-1).view(torch.uint8)
         flat[:: mmap.PAGESIZE] = 0
         flat[-1] = 0
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host, to be read while the caller holds the tensor.
+
+    Not ``Tensor.numpy()``: it marks the storage as not resizable for good, and then it can never be given back.
+    """
+    view: memoryview = _memory(tensor.data_ptr(), tensor.nbytes, _BUF_READ) if tensor.nbytes else memoryview(b"")
+    return view

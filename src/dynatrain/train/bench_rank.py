@@ -247,11 +247,10 @@ class Bench:
             else:
                 target = _targets(new)
                 seconds = stall = self._timed(self._method(case, method, (source, target), (old, new)))
-        except CannotError as reason:
+        except CannotError as reason:  # on all ranks alike
             return replace(sample, problem=str(reason))
-        finally:
-            baselines.remove(self._folder)
         peak = _resident("VmHWM") - without_state
+        baselines.remove(self._folder)
         problem = "" if self._arrived(target, self._ownerships[case[1]]) else "the state that arrived is another"
         return replace(sample, seconds=seconds, stall_seconds=stall, peak_bytes=peak, problem=problem)
 
