@@ -6,6 +6,7 @@ import threading
 import torch
 from tests.doubles import Hub, LocalTransport
 
+from dynatrain.execute.exchange import Exchange
 from dynatrain.execute.pieces import Piece, Pool
 from dynatrain.execute.rounds import Executor
 from dynatrain.layout.layout import Layout
@@ -154,12 +155,9 @@ class Rank:
             else None
         )
         self.executor = Executor(
-            plan=plan,
-            catalogue=catalogue,
+            exchange=Exchange(plan=plan, catalogue=catalogue, transport=transport, pool=self.pool),
             old=self.old,
             target=self.make if mine is None else mine.get,
-            transport=transport,
-            pool=self.pool,
             agree=agree,
             hook=lambda _event, _round: None,
         )

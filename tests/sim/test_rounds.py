@@ -230,6 +230,18 @@ def test_memory_stays_within_the_simulated_peak_and_the_staging_bound(ends):
             assert rank.pool.peak >= simulated_peak(rank, mode)
 
 
+def test_a_warmed_exchange_allocates_nothing_more_than_targets():
+    ends = owns(JOB, "fsdp4"), owns(JOB, "fsdp2.tp2")
+    rounds, agree, lines = schedule(JOB, "keep"), Ballot(4), local(4)
+    ranks = [Rank(JOB, *ends, plan, lines[plan.rank], agree) for plan in plans(JOB, *ends, 4, rounds)]
+    for rank in ranks:
+        rank.executor._exchange.warm()
+    warm = [rank.pool.peak for rank in ranks]
+    assert everywhere(ranks, lambda rank: ranks[rank].executor.run(20)) == [None] * 4
+    assert [rank.pool.peak for rank in ranks] == warm
+    assert any(peak > rank.old_bytes for peak, rank in zip(warm, ranks, strict=True))
+
+
 def simulated_peak(rank, mode):
     held = peak = rank.old_bytes
     for number in rank.plan.schedule.rounds:
@@ -250,12 +262,9 @@ def test_pieces_that_do_not_fit_are_all_named():
     rank.old[two] = dataclasses.replace(rank.old[two], tensor=rank.old[two].tensor.double())
     with pytest.raises(ValueError, match=r"(?s)embedding.weight param: shape.*layers.0.wq param: dtype"):
         type(rank.executor)(
-            plan=plan,
-            catalogue=JOB,
+            exchange=exchange.Exchange(plan=plan, catalogue=JOB, transport=local(4)[0], pool=rank.pool),
             old=rank.old,
             target=rank.make,
-            transport=local(4)[0],
-            pool=rank.pool,
             agree=Ballot(4),
             hook=lambda _event, _round: None,
         )

@@ -134,8 +134,14 @@ def test_the_floor_of_a_gather_is_what_a_rank_lacks_and_what_it_must_give():
     cut = sum(t.nbytes(s) for t in EVEN for s in t.states if not s.scalar)
     assert summary.floor_link == cut * 3 // 4 == max(summary.bytes_in) == max(summary.bytes_out)
     assert summary.floor_machine == summary.moved + sum(summary.relaid)
-    assert floor_seconds(summary, link_bytes_per_second=1e9, copy_bytes_per_second=1e12) == summary.floor_link / 1e9
-    assert floor_seconds(summary, link_bytes_per_second=1e12, copy_bytes_per_second=1e9) == summary.floor_machine / 1e9
+    for name, at_rate_one in (
+        ("link", summary.floor_link),
+        ("wire", summary.floor_wire),
+        ("copy", summary.floor_machine),
+    ):
+        fast = dict.fromkeys(("link", "wire", "copy"), 1e12) | {name: 1e6}
+        rates = {f"{kind}_bytes_per_second": rate for kind, rate in fast.items()}
+        assert floor_seconds(summary, **rates) == at_rate_one / 1e6
 
 
 def test_the_floor_of_a_scatter_from_replicas_is_their_mean_share():

@@ -21,7 +21,7 @@ def test_memory_given_back_is_gone_for_every_alias_and_restored_for_every_alias(
 
 
 def test_padding_is_zero_when_allocated_and_when_restored():
-    for pool in (Pool(), Pool(poison=True), Pool(touch=True)):
+    for pool in (Pool(), Pool(poison=True)):
         tensor = pool.allocate((3,), torch.float32, 40)
         padding = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())[12:]
         padding.fill_(9)

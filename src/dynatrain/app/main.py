@@ -28,6 +28,7 @@ COMMANDS = {
     "stop": "end a running run at its next step edge",
     "layout": "explain a layout, or the difference of two",
     "plan": "what a change of layout moves: bytes, peak memory, floor",
+    "bench": "measure a switch on this machine, beside what PyTorch offers for it",
     "check": "check a run, a switch, a certificate or a plan offline",
 }
 """Every command, with what it does in a line."""

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 import xxhash
 
+from dynatrain.execute.pages import memory_of, touch
 from dynatrain.execute.pieces import Pieces, Pool
 from dynatrain.execute.transport import Message, Pending, Transport
-from dynatrain.execute.wire import DEPTH, FAN, Bundle, Item, Part, Route, Wave, room
+from dynatrain.execute.wire import DEPTH, FAN, Bundle, Item, Part, Route, Wave, room, routes
 from dynatrain.plan.plan import RankPlan
 from dynatrain.space.box import Box, within
 from dynatrain.space.tensor import Catalogue
@@ -44,30 +45,42 @@ def staging_bound(routes: Sequence[Route]) -> int:
 
 
 class Exchange:
-    """Moves the bytes of one rank's rounds.
+    """Moves the bytes of one rank's rounds. Made before the stall: what can be derived from the plan is derived here.
 
     Args:
         plan: the rank's part.
         catalogue: the tensors that the plan numbers.
-        routes: of all rounds.
         transport: joins the ranks.
         pool: gives staging memory, at most :func:`staging_bound`, until :meth:`release`.
 
     Attributes:
+        plan: the rank's part.
+        catalogue: the tensors that the plan numbers.
+        transport: joins the ranks.
+        pool: counts the memory.
+        routes: of all rounds.
         ledger: payload bytes by (source rank, destination rank).
     """
 
-    def __init__(
-        self, *, plan: RankPlan, catalogue: Catalogue, routes: Sequence[Route], transport: Transport, pool: Pool
-    ) -> None:
+    def __init__(self, *, plan: RankPlan, catalogue: Catalogue, transport: Transport, pool: Pool) -> None:
+        self.plan = plan
+        self.catalogue = catalogue
+        self.transport = transport
+        self.pool = pool
+        self.routes = routes(plan, catalogue, transport.size)
         self.ledger: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._rank = plan.rank
-        self._catalogue = catalogue
-        self._transport = transport
-        self._pool = pool
-        self._longest = _longest(routes)
+        self._longest = _longest(self.routes)
         self._staging: list[torch.Tensor] = []
         self._free: list[torch.Tensor] = []
+
+    def warm(self) -> None:
+        """Allocate the staging memory now, so that none of it is touched first inside the stall."""
+        together = max((_together(route.waves) for route in self.routes), default=0)
+        buffers = [self._buffer() for _ in range(together)]
+        for buffer in buffers:
+            touch(buffer)
+        self._free += buffers
 
     def round(self, route: Route, old: Pieces, new: Pieces, deadline: float, posted: Callable[[], None]) -> None:
         """Fill this rank's new pieces of one round and serve the others theirs.
@@ -104,7 +117,7 @@ class Exchange:
         """Give the staging memory back. Only when no transfer uses it: all done, or the transport closed."""
         self._free.clear()
         while self._staging:
-            self._pool.drop(self._staging.pop())
+            self.pool.drop(self._staging.pop())
 
     def _launch(self, wave: Wave, sums: "_Sums", old: Pieces, new: Pieces) -> "_Flight":
         """Pack and post one wave."""
@@ -117,7 +130,7 @@ class Exchange:
                     slot.inside.copy_(slot.view)
                 slot.stream.update(slot.view if slot.inside is None else slot.inside)
             self.ledger[self._rank, parcel.message.peer] += parcel.message.tensor.nbytes
-        pending = self._transport.post([parcel.message for parcel in sends], [parcel.message for parcel in receives])
+        pending = self.transport.post([parcel.message for parcel in sends], [parcel.message for parcel in receives])
         return _Flight(pending, receives, staged)
 
     def _land(self, flight: "_Flight", deadline: float) -> None:
@@ -159,7 +172,7 @@ class Exchange:
     def _buffer(self) -> torch.Tensor:
         if self._free:
             return self._free.pop()
-        self._staging.append(self._pool.allocate((self._longest,), torch.uint8))
+        self._staging.append(self.pool.allocate((self._longest,), torch.uint8))
         return self._staging[-1]
 
     def _relay(self, relays: Sequence[Item], old: Pieces, new: Pieces) -> None:
@@ -171,19 +184,19 @@ class Exchange:
 
     def _tell(self, sums: "_Sums") -> tuple[dict[int, torch.Tensor], Pending]:
         """Post the checksums, one message per peer: everything was packed, so the sender's are known."""
-        device = self._pool.device
+        device = self.pool.device
         told = {
             peer: torch.empty(len(streams), dtype=torch.int64, device=device) for peer, streams in sums.received.items()
         }
         sends = [Message(peer, _sums_of(streams).to(device)) for peer, streams in sums.sent.items()]
-        return told, self._transport.post(sends, [Message(peer, there) for peer, there in told.items()])
+        return told, self.transport.post(sends, [Message(peer, there) for peer, there in told.items()])
 
     def _compare(self, sums: "_Sums", told: dict[int, torch.Tensor]) -> None:
         for peer, streams in sums.received.items():
             differ = (told[peer].cpu() != _sums_of(streams)).nonzero()
             if len(differ):
                 item = streams[int(differ[0])].item
-                tensor, state = self._catalogue[item.granule[0]], item.granule[1]
+                tensor, state = self.catalogue[item.granule[0]], item.granule[1]
                 raise CorruptMove(
                     tensor=tensor.name, state=tensor.states[state].name, box=item.box, src=peer, dst=self._rank
                 )
@@ -197,8 +210,8 @@ class _Stream:
     hash: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
 
     def update(self, data: torch.Tensor) -> None:
-        # Not Tensor.numpy(): it marks the storage as not resizable for good, and then it can never be given back.
-        self.hash.update(np.from_dlpack(_bytes(data).cpu()))
+        on_host = data.cpu()
+        self.hash.update(memory_of(on_host))
 
 
 class _Sums:
@@ -240,9 +253,15 @@ def _longest(routes: Sequence[Route]) -> int:
     return max((bundle.nbytes for wave in waves for bundle in (*wave.sends, *wave.receives)), default=0)
 
 
+def _together(waves: Sequence[Wave]) -> int:
+    """Most bundles that are under way at once: those of :data:`DEPTH` consecutive waves."""
+    bundles = [len(wave.sends) + len(wave.receives) for wave in waves]
+    return max((sum(bundles[first : first + DEPTH]) for first in range(len(bundles))), default=0)
+
+
 def _view(pieces: Pieces, item: Item, part: Part) -> torch.Tensor:
     piece = pieces[item.granule]
-    return piece.tensor[within(part.box, piece.box)]
+    return piece.tensor if part.box == piece.box else piece.tensor[within(part.box, piece.box)]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dynatrain.execute.pages import mapped_apart, prefer_huge
 from dynatrain.plan.plan import Granule
 from dynatrain.space.box import Box, shape_of
 from dynatrain.space.tensor import Catalogue
@@ -68,19 +69,17 @@ class Pool:
     Args:
         device: where memory is allocated.
         poison: fill new memory with NaN (integers: bytes 0x7F), so that an element that nobody wrote is visible.
-        touch: write every page when it is given out, so that no page is touched first inside the stall.
 
     Attributes:
         held: bytes now in use.
         peak: most bytes ever in use at once; a caller may set it back to ``held``.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, poison: bool = False, touch: bool = False) -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, poison: bool = False) -> None:
         self.device = torch.device(device)
         self.held = 0
         self.peak = 0
         self._poison = poison
-        self._touch = touch
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, storage_bytes: int = 0) -> torch.Tensor:
         """A contiguous tensor at the start of a storage of its own.
@@ -93,7 +92,8 @@ class Pool:
             storage_bytes: size of the storage where it is to be longer than the tensor.
         """
         needed = torch.Size(shape).numel() * dtype.itemsize
-        storage = torch.UntypedStorage(max(storage_bytes, needed), device=self.device)
+        with mapped_apart():
+            storage = torch.UntypedStorage(max(storage_bytes, needed), device=self.device)
         tensor = torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, shape)
         self._count(storage.nbytes())
         self._prepare(tensor)
@@ -118,7 +118,8 @@ class Pool:
         """Give a piece that was given back its memory again, visible to all its aliases; its content is undefined."""
         if piece.storage.nbytes() == piece.nbytes:
             return
-        piece.storage.resize_(piece.nbytes)
+        with mapped_apart():
+            piece.storage.resize_(piece.nbytes)
         self._count(piece.nbytes)
         self._prepare(piece.tensor)
 
@@ -127,12 +128,14 @@ class Pool:
         self.peak = max(self.peak, self.held)
 
     def _prepare(self, tensor: torch.Tensor) -> None:
-        """Zero what lies around ``tensor`` in its storage; poison or touch the tensor itself."""
+        """Choose pages; zero what lies around ``tensor`` in its storage; poison the tensor itself."""
+        if self.device.type == "cpu":
+            prefer_huge(tensor.untyped_storage())
         whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(tensor.untyped_storage())
         start = tensor.storage_offset() * tensor.itemsize
         whole[:start].zero_()
         whole[start + tensor.nbytes :].zero_()
         if self._poison and tensor.is_floating_point():
             tensor.fill_(torch.nan)
-        elif self._poison or self._touch:
+        elif self._poison:
             whole[start : start + tensor.nbytes].fill_(_POISON_BYTE)

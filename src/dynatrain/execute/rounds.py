@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from dynatrain.execute.exchange import Exchange
-from dynatrain.execute.pieces import Piece, Pieces, Pool, misfits
+from dynatrain.execute.pieces import Piece, Pieces, misfits
 from dynatrain.execute.transport import Transport
-from dynatrain.execute.wire import Route, routes
+from dynatrain.execute.wire import Route
 from dynatrain.plan.plan import Granule, RankPlan, Schedule
-from dynatrain.space.tensor import Catalogue
 
 Hook = Callable[[str, int], None]
 """Called with an event and the number of the round. Events: ``round_start``, ``posted`` (the first messages of the
@@ -76,12 +75,10 @@ class Executor:
     :meth:`abandon` (nothing was handed over) or with :meth:`way_back`.
 
     Args:
-        plan: the part.
-        catalogue: the tensors that the plan numbers.
+        exchange: of the plan; its transport is used by nobody else until ``run`` returns, and its pool holds the
+            pieces of ``old`` already.
         old: what this rank holds; every granule that the plan reads. Written nowhere.
         target: where new pieces come from.
-        transport: joins the ranks of the plan; used by nobody else until ``run`` returns.
-        pool: counts the memory; pieces of ``old`` are held by it already.
         agree: told that a round arrived intact here, answers whether it did on all ranks; called once a round by every
             rank that got so far. Must return False or raise, within its own deadline, where a rank did not.
         hook: told of events.
@@ -99,33 +96,28 @@ class Executor:
     def __init__(
         self,
         *,
-        plan: RankPlan,
-        catalogue: Catalogue,
+        exchange: Exchange,
         old: Pieces,
         target: Target,
-        transport: Transport,
-        pool: Pool,
         agree: Callable[[int], bool],
         hook: Hook,
     ) -> None:
-        if wrong := misfits(old, catalogue):
+        if wrong := misfits(old, exchange.catalogue):
             raise ValueError("pieces that cannot be moved:\n" + "\n".join(wrong))
         self.new: Pieces = {}
-        self.journal = Journal(schedule=plan.schedule)
-        self._plan = plan
-        self._catalogue = catalogue
+        self.journal = Journal(schedule=exchange.plan.schedule)
+        self._exchange = exchange
+        self._plan = exchange.plan
+        self._catalogue = exchange.catalogue
         self._old = old
         self._target = target
-        self._transport = transport
-        self._pool = pool
+        self._pool = exchange.pool
         self._agree = agree
         self._hook = hook
-        self._adopted = frozenset(plan.adopted)
-        self._routes = routes(plan, catalogue, transport.size)
-        self._exchange = Exchange(plan=plan, catalogue=catalogue, routes=self._routes, transport=transport, pool=pool)
-        self.ledger = self._exchange.ledger
-        if plan.schedule.mode == "keep":
-            self._make_targets([granule for granules in plan.schedule.rounds for granule in granules])
+        self._adopted = frozenset(self._plan.adopted)
+        self.ledger = exchange.ledger
+        if self._plan.schedule.mode == "keep":
+            self._make_targets([granule for granules in self._plan.schedule.rounds for granule in granules])
 
     def run(self, seconds: float) -> None:
         """Carry out all rounds.
@@ -141,10 +133,10 @@ class Executor:
         deadline = time.monotonic() + seconds
         try:
             with torch.no_grad():
-                for number, route in enumerate(self._routes):
+                for number, route in enumerate(self._exchange.routes):
                     self._round(number, route, deadline)
         except BaseException:
-            self._transport.close()
+            self._exchange.transport.close()
             raise
         finally:
             self._exchange.release()
@@ -174,12 +166,9 @@ class Executor:
         self.journal.agreed = agreed
         self.abandon()
         return Executor(
-            plan=plan,
-            catalogue=self._catalogue,
+            exchange=Exchange(plan=plan, catalogue=self._catalogue, transport=transport, pool=self._pool),
             old={granule: piece for granule, piece in self.new.items() if granule in self.journal.handed_over},
             target=self._restored,
-            transport=transport,
-            pool=self._pool,
             agree=agree,
             hook=self._hook,
         )

@@ -33,6 +33,7 @@ class PlanSummary:
         pairs: ``(src, dst)`` -> bytes between two ranks; empty above :data:`PAIRS_UP_TO` ranks.
         peak: most bytes of pieces held at one time.
         floor_link: no choice of sources lets the busiest rank's link carry less, one way.
+        floor_wire: no choice of sources lets the ranks of the busiest machine receive less from other ranks.
         floor_machine: no choice of sources lets the busiest machine write less: moved in, or relaid.
     """
 
@@ -45,6 +46,7 @@ class PlanSummary:
     pairs: Mapping[tuple[int, int], int]
     peak: tuple[int, ...]
     floor_link: int
+    floor_wire: int
     floor_machine: int
 
     @property
@@ -89,13 +91,31 @@ def summarise(
         pairs=ledger(catalogue, moves) if ranks <= PAIRS_UP_TO else {},
         peak=tuple(predicted_peak(storage, plan.schedule).tolist()),
         floor_link=_floor_link(catalogue, old, new),
+        floor_wire=int(np.bincount(machine, bytes_in).max()),
         floor_machine=int(np.bincount(machine, bytes_in + relaid).max()),
     )
 
 
-def floor_seconds(summary: PlanSummary, *, link_bytes_per_second: float, copy_bytes_per_second: float) -> float:
-    """The least seconds of the move at given rates: of one rank's link one way, and of one machine's memory writes."""
-    return max(summary.floor_link / link_bytes_per_second, summary.floor_machine / copy_bytes_per_second)
+def floor_seconds(
+    summary: PlanSummary,
+    *,
+    link_bytes_per_second: float,
+    wire_bytes_per_second: float,
+    copy_bytes_per_second: float,
+) -> float:
+    """The least seconds of the move at given rates.
+
+    Args:
+        summary: of the plan.
+        link_bytes_per_second: of one rank's link, one way, while all others are idle.
+        wire_bytes_per_second: of all links of one machine together; less than their sum where they share processors.
+        copy_bytes_per_second: of one machine's memory writes.
+    """
+    return max(
+        summary.floor_link / link_bytes_per_second,
+        summary.floor_wire / wire_bytes_per_second,
+        summary.floor_machine / copy_bytes_per_second,
+    )
 
 
 def move_bytes(catalogue: Catalogue, moves: MoveTable) -> Ints:

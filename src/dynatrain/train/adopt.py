@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dynatrain.train.live import Entry
-from dynatrain.train.torch_private import adopt_padded
+from dynatrain.train.torch_private import adopt_padded, local_tensor, shard_of
 
 
 def adopt(
@@ -70,13 +70,5 @@ def shard_like(template: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     """A tensor laid out over ranks like ``template``, over the front part of this rank's ``flat`` storage."""
     if not isinstance(template, DTensor):
         return flat[: template.numel()].view(template.shape)
-    shape = template._local_tensor.shape  # noqa: SLF001
-    local = flat[: shape.numel()].view(shape)
-    return DTensor.from_local(
-        local,
-        template.device_mesh,
-        template.placements,
-        run_check=False,
-        shape=template.shape,
-        stride=template.stride(),
-    )
+    shape = local_tensor(template).shape
+    return shard_of(template, flat[: shape.numel()].view(shape))

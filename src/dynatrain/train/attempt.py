@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from dynatrain.execute.census import DigestReport
+from dynatrain.execute.exchange import Exchange
+from dynatrain.execute.pages import touch
 from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.execute.rounds import Executor
-from dynatrain.execute.transport import Transport
 from dynatrain.layout.layout import Layout
 from dynatrain.plan.plan import Granule, Schedule
 from dynatrain.train.agreement import (
@@ -84,6 +85,7 @@ class Attempt:
     _saved: Saved = field(init=False)
     _given_up: bool = False
     _collects: bool = False
+    _moves: Exchange | None = None
     _targets: Pieces = field(default_factory=dict)
     _executor: Executor | None = None
     _proof: Proof | None = None
@@ -149,8 +151,14 @@ class Attempt:
 
     def _warm(self) -> None:
         self._channel.at("warm")
-        for purpose in ("check", "moves"):
-            self._channel.group(purpose)
+        self._channel.group("check")
+        self._moves = Exchange(
+            plan=self._blueprint.part,
+            catalogue=self.old.catalogue,
+            transport=self._channel.transport("moves"),
+            pool=self.party.memory,
+        )
+        self._moves.warm()
         if self._schedule.mode == "keep":
             adopted = frozenset(self._blueprint.part.adopted)
             for granules in self._schedule.rounds:
@@ -159,6 +167,9 @@ class Attempt:
                         return
                     if granule not in adopted and (piece := self._allocate(granule)) is not None:
                         self._targets[granule] = piece
+            # Only now: neighbours that were touched one by one would not share huge pages.
+            for piece in self._targets.values():
+                touch(piece.tensor)
 
     def _allocate(self, granule: Granule) -> Piece | None:
         assert self.new is not None
@@ -206,13 +217,14 @@ class Attempt:
 
     def _run(self) -> None:
         objection = None
-        transport = self._channel.transport("moves")
+        assert self._moves is not None
+        transport = self._moves.transport
         votes = RoundVotes(self._channel.ask, "forth", len(self._schedule.rounds) if self._tight else 0)
         try:
             self._channel.at("move")
             if self._tight and (unequal := self._proved.unequal(self._old_pieces, self._channel.group("check"))):
                 raise SwitchAbortedError(unequal)
-            self._executor = self._make_executor(transport, votes)
+            self._executor = self._make_executor(self._moves, votes)
             self._executor.run(self.party.deadline)
             assert self.new is not None
             self._object_states = remember(self.party, self.old)
@@ -224,14 +236,11 @@ class Attempt:
             votes.excuse(problem, objection)
         self._channel.ask("moved", None, objection)
 
-    def _make_executor(self, transport: Transport, votes: RoundVotes) -> Executor:
+    def _make_executor(self, moves: Exchange, votes: RoundVotes) -> Executor:
         return Executor(
-            plan=self._blueprint.part,
-            catalogue=self.old.catalogue,
+            exchange=moves,
             old=self._old_pieces,
             target=self._allocate if self._tight else self._targets.get,
-            transport=transport,
-            pool=self.party.memory,
             agree=votes.agree,
             hook=self._channel.at,
         )
@@ -319,6 +328,8 @@ class Attempt:
         """Free what ``build`` and ``warm`` made. Where their thread still runs, call it again once it has ended."""
         self._given_up = True
         self._channel.groups.close()
+        if self._moves is not None:
+            self._moves.release()
         for piece in self._targets.values():
             self.party.memory.give_back(piece)
         self._targets.clear()

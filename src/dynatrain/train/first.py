@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from dynatrain.execute.pages import mapped_apart
 from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
 from dynatrain.train.install import check_carried, make_world
@@ -24,9 +25,10 @@ def first_world(party: Party, layout: Layout, initial: Initial | None) -> World:
         UnplacedTensorError, UnknownStateError, UnknownHookError: what could not be switched, by name.
     """
     world = make_world(party, party.groups, layout, on_meta=initial is not None)
-    if initial is not None:
-        initial(world, party.memory)
-    create_optimizer_state(world.optimizer)
+    with mapped_apart():
+        if initial is not None:
+            initial(world, party.memory)
+        create_optimizer_state(world.optimizer)
     _refuse_without_master(world)
     check_carried(world, layout)
     return world

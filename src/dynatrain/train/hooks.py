@@ -68,11 +68,14 @@ def carry_hooks(old: Any, new: Any) -> None:
     :func:`check_hooks` has let no pipeline stages pass.
     Handles from the first registration belong to the old modules: their ``remove()`` has no effect any more.
     """
+    carried = list(_users(old.parts, old.optimizer, old.built_hooks))
+    if not carried:
+        return
     targets: dict[str, Any] = {}
     for _, bare, owner in _owners(new.parts, new.optimizer):
         targets.setdefault(bare, owner)
     targets |= {where: owner for where, _, owner in _owners(new.parts, new.optimizer)}
-    for where, bare, hook in _users(old.parts, old.optimizer, old.built_hooks):
+    for where, bare, hook in carried:
         getattr(targets.get(where, targets[bare]), hook.register)(hook.call, **hook.options)
 
 

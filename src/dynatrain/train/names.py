@@ -22,9 +22,12 @@ def strip_wrappers(part: nn.Module, path: str) -> str:
     A wrapper element is only one where the module really is that wrapper: a user's own submodule named ``module``
     keeps its name.
     """
+    elements = path.split(".")
+    if WRAPPERS.keys().isdisjoint(elements):
+        return path  # nearly all paths, of which a switch asks hundreds inside the stall
     kept = []
     owner: nn.Module | None = part
-    for element in path.split("."):
+    for element in elements:
         owner = _entered(owner, element)
         child = getattr(owner, element, None) if owner is not None else None
         if not (element in WRAPPERS and _is_a(owner, WRAPPERS[element])):

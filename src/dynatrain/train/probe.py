@@ -1,69 +1,101 @@
 """What the wires and the memory of this world give: a probe that shares no code with the execution.
 
-All ranks work at once, as in a switch. The link rate is bytes per second that each rank sends and receives at the same
-time; the copy rate is what all ranks of one machine together write.
+Three rates, each the best of several tries, because what disturbs only slows: one link alone, all links at once, and
+all memories at once. Buffers are larger than caches and were written before. Time is counted from a common start to the
+end of the last rank.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+MESSAGE_BYTES = (1 << 20, 4 << 20, 64 << 20)
+"""Lengths of message that are tried; which is fastest differs from machine to machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured rates.
+    """Measured rates, in bytes per second.
 
     Attributes:
-        link_bytes_per_second: one way per rank, while all ranks send and receive.
+        link_bytes_per_second: one rank to one other, one way, while all others are idle.
+        wire_bytes_per_second: received by all ranks of one machine together, while all send and receive.
         copy_bytes_per_second: memory written per machine, while all its ranks copy.
     """
 
     link_bytes_per_second: float
+    wire_bytes_per_second: float
     copy_bytes_per_second: float
 
 
 def probe(
     group: dist.ProcessGroup, device: torch.device, *, nbytes: int, repeats: int, ranks_per_node: int | None = None
 ) -> Rates:
-    """Measure; the best of ``repeats`` counts, since what disturbs only slows. Collective over ``group``.
+    """Measure. Collective over ``group``.
 
     Args:
         group: all ranks; used for nothing else meanwhile.
         device: where state lies.
-        nbytes: sent and copied by each rank each time.
+        nbytes: sent, received and copied by each rank each time.
         repeats: tries.
         ranks_per_node: ranks that share a machine's memory; None for all.
     """
     world, rank = group.size(), group.rank()
+    here = ranks_per_node or world
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    link = min((_exchange(group, rank, world, source, target) for _ in range(repeats)), default=1.0)
-    copy = min((_copy(group, source, target) for _ in range(repeats)), default=1.0)
-    slowest = torch.tensor([link, copy], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    return Rates(nbytes / float(slowest[0]), nbytes * (ranks_per_node or world) / float(slowest[1]))
+
+    def best(work: Callable[[], None]) -> float:
+        return min(_together(group, device, work) for _ in range(repeats))
+
+    copy = nbytes * here / best(lambda: _copy(source, target))
+    if world == 1:
+        return Rates(copy, copy, copy)
+    pair = {0: (1, None), 1: (None, 0)}
+    ring = {me: ((me + 1) % world, (me - 1) % world) for me in range(world)}
+
+    def quickest(peers: dict[int, tuple[int | None, int | None]]) -> float:
+        mine = peers.get(rank, (None, None))
+        return min(best(lambda size=size: _transfer(group, mine, source, target, size)) for size in MESSAGE_BYTES)
+
+    link, wire = quickest(pair), quickest(ring)
+    return Rates(nbytes / link, nbytes * here / wire, copy)
 
 
-def _exchange(group: dist.ProcessGroup, rank: int, world: int, source: torch.Tensor, target: torch.Tensor) -> float:
-    """Seconds to send to the next rank of a ring and receive from the one before."""
+def _together(group: dist.ProcessGroup, device: torch.device, work: Callable[[], None]) -> float:
+    """Seconds from the start that all ranks share to the end of the last one."""
     dist.barrier(group=group)
     began = time.perf_counter()
-    if world > 1:
-        works = [
-            dist.irecv(target, group=group, group_src=(rank - 1) % world),
-            dist.isend(source, group=group, group_dst=(rank + 1) % world),
-        ]
-        for work in works:
-            work.wait()
-    return time.perf_counter() - began
-
-
-def _copy(group: dist.ProcessGroup, source: torch.Tensor, target: torch.Tensor) -> float:
+    work()
     dist.barrier(group=group)
-    began = time.perf_counter()
+    # A rank that the kernel let start late has measured too little; the first to start has measured all.
+    span = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=device)
+    dist.all_reduce(span, op=dist.ReduceOp.MAX, group=group)
+    return float(span)
+
+
+def _transfer(
+    group: dist.ProcessGroup,
+    peers: tuple[int | None, int | None],
+    source: torch.Tensor,
+    target: torch.Tensor,
+    size: int,
+) -> None:
+    """Send ``source`` to one peer and fill ``target`` from another, in messages of ``size``; either may be None."""
+    to, frm = peers
+    works = []
+    if frm is not None:
+        works += [dist.irecv(part, group=group, group_src=frm) for part in target.split(size)]
+    if to is not None:
+        works += [dist.isend(part, group=group, group_dst=to) for part in source.split(size)]
+    for work in works:
+        work.wait()
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source)
     if source.device.type == "cuda":
         torch.cuda.synchronize(source.device)
-    return time.perf_counter() - began

@@ -181,5 +181,8 @@ def _floor(summary: PlanSummary | None, rates: Rates | None) -> float | None:
     if summary is None or rates is None:
         return None
     return floor_seconds(
-        summary, link_bytes_per_second=rates.link_bytes_per_second, copy_bytes_per_second=rates.copy_bytes_per_second
+        summary,
+        link_bytes_per_second=rates.link_bytes_per_second,
+        wire_bytes_per_second=rates.wire_bytes_per_second,
+        copy_bytes_per_second=rates.copy_bytes_per_second,
     )

@@ -109,7 +109,7 @@ class Switcher:
             world_size=world_size,
             board=board or Board(dist.PrefixStore("dynatrain/board", default_store()), world_size),
             groups=groups,
-            memory=memory or Pool(device, touch=True),
+            memory=memory or Pool(device),
             device=device,
             build=build,
             names=names,

@@ -184,6 +184,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()  # noqa: SLF001
 
 
+def shard_of(template: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor laid out over ranks like ``template``, over this rank's ``local`` shard.
+
+    ``DTensor.from_local`` works out anew what the template knows already, 0.1 ms for each tensor inside the stall.
+    """
+    return DTensor(local, template._spec, requires_grad=False)  # noqa: SLF001
+
+
 def clear_dtensor_caches() -> None:
     """Forget the sharding decisions that name process groups, before those groups are destroyed.
 

@@ -1,0 +1,115 @@
+"""``dynatrain bench switch``."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from dynatrain.app.cli import call
+from dynatrain.app.mistake import MistakeError, all_of
+from dynatrain.app.output import columns, console, emit, say, seconds, size
+from dynatrain.layout.foreign import read_layout
+from dynatrain.layout.layout import Layout
+from dynatrain.layout.legality import check
+from dynatrain.layout.text import print_layout
+from dynatrain.space.presets import resolve_model
+
+if TYPE_CHECKING:
+    from dynatrain.train.bench import Row
+
+What = Annotated[Literal["switch"], tyro.conf.Positional]
+Model = Annotated[str, tyro.conf.arg(metavar="M")]
+From = Annotated[str, tyro.conf.arg(name="from", metavar="LAYOUT")]
+To = Annotated[str, tyro.conf.arg(metavar="LAYOUT")]
+
+CASES = (("fsdp4", "fsdp2.tp2"), ("fsdp4", "pp2.fsdp2"), ("dp2.fsdp2", "fsdp4"))
+"""What is measured on four ranks where no layouts are named."""
+
+
+def run(words: list[str]) -> int:
+    """The command."""
+    return call(bench, words)
+
+
+def bench(
+    _what: What,
+    /,
+    *,
+    model: Model = "200m",
+    ranks: int = 4,
+    old: From = "",
+    to: To = "",
+    repeats: int = 5,
+    slow_repeats: int = 1,
+    json: bool = False,
+) -> int:
+    """Measure how fast the state of AdamW in fp32 changes its layout, and what else PyTorch offers for it.
+
+    Ranks are processes of this machine's CPU. The state is generated, nothing is trained. All methods run in turn, and
+    every outcome is checked by digests.
+
+    Args:
+        model: a preset, or a folder with a config.json.
+        ranks: processes.
+        old: the layout before; without it, three pairs of layouts of four ranks.
+        to: the layout after.
+        repeats: runs of dynatrain in each mode.
+        slow_repeats: runs of the other methods, which take many times as long.
+        json: print one JSON object.
+    """
+    shape = resolve_model(model)
+    if bool(old) != bool(to):
+        raise MistakeError("--from and --to go together: name both layouts, or none.")
+    if not old and ranks != 4:
+        raise MistakeError(f"The usual pairs are of 4 ranks; for {ranks}, name the layouts with --from and --to.")
+    if not 0 <= slow_repeats <= repeats or repeats < 1:
+        raise MistakeError(
+            f"--repeats {repeats} --slow-repeats {slow_repeats}: at least 1 run, and not more slow ones."
+        )
+    cases = ((old, to),) if old else CASES
+    layouts = all_of(*(lambda text=text: read_layout(text) for case in cases for text in case))
+    all_of(*(lambda layout=layout: check(layout, shape.limits(), world_size=ranks) for layout in layouts))
+    from dynatrain.train.bench import run_bench  # noqa: PLC0415 - torch, which a mistake need not wait for
+
+    out = console(error=True)
+    rows = run_bench(
+        shape,
+        _pairs(layouts),
+        ranks=ranks,
+        repeats=repeats,
+        slow_repeats=slow_repeats,
+        tell=out.print,
+    )
+    if json:
+        emit({"model": model, "ranks": ranks, "rows": [asdict(row) for row in rows]})
+    else:
+        _table(rows)
+    return 0
+
+
+def _pairs(layouts: tuple[Layout, ...]) -> tuple[tuple[str, str], ...]:
+    texts = [print_layout(layout) for layout in layouts]
+    return tuple(zip(texts[::2], texts[1::2], strict=True))
+
+
+def _table(rows: "tuple[Row, ...]") -> None:
+    titles = ("case", "method", "seconds", "range", "stall", "floor", "ratio", "peak per rank", "allowed", "runs")
+    columns(
+        titles,
+        [
+            (
+                row.case,
+                f"{row.method} {row.mode}".rstrip(),
+                seconds(row.seconds),
+                "-" if row.seconds_range is None else "-".join(f"{value:.2f}" for value in row.seconds_range),
+                seconds(row.stall_seconds),
+                seconds(row.floor_seconds),
+                "-" if row.ratio is None else f"{row.ratio:.2f}",
+                size(row.peak_bytes or None),
+                size(row.allowed_bytes or None),
+                str(row.runs),
+            )
+            for row in rows
+        ],
+    )
+    say(*(f"{row.case}, {row.method}: {row.note}" for row in rows if row.note))

@@ -1,0 +1,364 @@
+"""One rank of a bench: holds the state of a model, switches it to and fro, and does the same by other means.
+
+Nothing is trained: state is generated, and a step is one all-reduce of one number. What is measured is how state gets
+from one layout to another; that it arrived is checked by digests after every single measurement.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynatrain.cluster.board import Board
+from dynatrain.execute.census import compare, digest_vector
+from dynatrain.execute.pages import mapped_apart
+from dynatrain.execute.pieces import Piece, Pieces
+from dynatrain.layout.resolve import resolve
+from dynatrain.layout.text import parse_layout
+from dynatrain.models.decoder import canonical_name
+from dynatrain.models.initial import initial_box
+from dynatrain.plan.schedule import default_budget
+from dynatrain.plan.storage import storage
+from dynatrain.plan.summary import PlanSummary, floor_seconds
+from dynatrain.space.decoder import DecoderShape
+from dynatrain.space.ownership import Ownership
+from dynatrain.train import baselines
+from dynatrain.train.adopt import adopt, shard_like
+from dynatrain.train.attempt import Attempt
+from dynatrain.train.baselines import CannotError, Held
+from dynatrain.train.blueprint import may_adopt
+from dynatrain.train.install import make_world
+from dynatrain.train.live import box_of, cuts_of
+from dynatrain.train.optimizer import OptimizerSettings
+from dynatrain.train.parallel import Precision
+from dynatrain.train.probe import Rates, probe
+from dynatrain.train.states import optimizer_states
+from dynatrain.train.switcher import Switcher
+from dynatrain.train.torch_private import local_tensor
+from dynatrain.train.trainer import Job
+from dynatrain.train.world import World
+
+Case = tuple[str, str]
+"""``(from, to)``, as layout texts."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SOME_STEP = 7.0
+DEADLINE = 300.0
+PROBE_BYTES = 64 << 20
+"""More than caches hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One measurement, as one rank saw it.
+
+    Attributes:
+        case: from where to where.
+        method: see :data:`dynatrain.train.bench.METHODS`.
+        mode: of ``dynatrain``; empty for the others.
+        seconds: of the move of the state alone; None where there is none.
+        stall_seconds: in which nothing could have been trained.
+        bytes: that must change ranks in this case, whatever the method; rank 0 alone knows.
+        floor_seconds: at the rates measured just before; rank 0 alone knows.
+        peak_bytes: most resident memory, beyond what the process takes without state.
+        counted_bytes: most bytes of pieces and staging at one time by the count of the pool; 0 for other methods.
+        allowed_bytes: what ``tight`` promises: max(old, new) + budget; 0 elsewhere.
+        phases: seconds of a switch's phases.
+        problem: why there is no measurement, or what did not arrive.
+    """
+
+    case: Case
+    method: str
+    mode: str = ""
+    seconds: float | None = None
+    stall_seconds: float | None = None
+    bytes: int = 0
+    floor_seconds: float = 0.0
+    peak_bytes: int = 0
+    counted_bytes: int = 0
+    allowed_bytes: int = 0
+    phases: Mapping[str, float] | None = None
+    problem: str = ""
+
+
+class _Books:
+    """Keeps how the last switch ended: the place of a run's recorder."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Attempt, str, str] | None = None
+
+    def announced(self, *_: Any) -> None:
+        """Nothing to keep."""
+
+    def step_ended(self, _now: float) -> None:
+        """Nothing to keep."""
+
+    def ended(self, attempt: Attempt, outcome: str, reason: str, *_: Any) -> None:
+        """A switch is over."""
+        self.last = (attempt, outcome, reason)
+
+
+class Bench:
+    """State of one model on one rank. Needs no default group yet; makes it.
+
+    Args:
+        shape: of the model.
+        store: shared by the ranks.
+        rank: this one.
+        ranks: how many.
+        folder: for checkpoints, on tmpfs; made and removed here.
+        start: first layout.
+    """
+
+    def __init__(
+        self, shape: DecoderShape, store: dist.Store, *, rank: int, ranks: int, folder: Path, start: str
+    ) -> None:
+        self.rank, self._folder, self._device = rank, folder, torch.device("cpu")
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore("default", store),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=DEADLINE),
+        )
+        self._probes = dist.new_group()
+        self._books = _Books()
+        job = Job(
+            shape=shape,
+            seed=1,
+            precision=Precision(),
+            optimizer=OptimizerSettings(),
+            global_sequences=ranks,
+            micro_sequences=1,
+        )
+        self._switcher = Switcher(
+            job.build,
+            layout=start,
+            initial=job.initial,
+            names=canonical_name,
+            deadline=DEADLINE,
+            # Connections apart: a group being made would keep the board waiting.
+            board=Board(dist.PrefixStore("board", store.clone()), ranks),
+            store=store,
+            recorder=self._books,  # type: ignore[arg-type]
+            data_parallel="free",
+            legal=lambda text: resolve(parse_layout(text), shape.num_hidden_layers),
+        )
+        self._party = self._switcher._party  # noqa: SLF001 - the bench looks behind the face it measures
+        self._edges = self._switcher.steps(until=1 << 40)
+        self._text = start
+        self._summaries: dict[Case, PlanSummary] = {}
+        self._ownerships: dict[str, Ownership] = {}
+        self._fill_moments()
+
+    def samples(self, case: Case, methods: Sequence[str]) -> Iterator[Sample]:
+        """Measure each of ``methods`` once, in their order; the state is in the case's first layout before each."""
+        old = case[0]
+        if self._text != old:
+            self._switch(old, "keep")
+        for method in methods:
+            rates = probe(self._probes, self._device, nbytes=PROBE_BYTES, repeats=2)
+            if method.startswith("dynatrain"):
+                sample = self._dynatrain(case, method.partition("/")[2])
+                self._switch(old, "keep")
+            else:
+                sample = self._other(case, method)
+            summary = self._summaries.get(case)
+            if summary is not None:
+                sample = replace(sample, bytes=summary.moved, floor_seconds=_floor(summary, rates))
+            yield sample
+
+    def _fill_moments(self) -> None:
+        world = self._switcher.world
+        for name, values in optimizer_states(world.optimizer, world.found).items():
+            value = world.found[name].value
+            shape = tuple(value.shape)
+            box = box_of(shape, cuts_of(value), world.layout, self.rank)
+            for state in MOMENTS:
+                made = initial_box(1, f"{name}/{state}", shape, box, rule=0.02, dtype=torch.float32)
+                local_tensor(values[state]).copy_(made)
+            values["step"].fill_(SOME_STEP)
+
+    # By dynatrain.
+
+    def _dynatrain(self, case: Case, mode: str) -> Sample:
+        memory = self._party.memory
+        memory.peak = memory.held
+        without_state = self._without_state()
+        before = self._switcher.world
+        attempt = self._switch(case[1], mode)
+        peak = _resident("VmHWM") - without_state
+        assert attempt.blueprint is not None
+        if attempt.blueprint.summary is not None:
+            self._summaries[case] = attempt.blueprint.summary
+        return Sample(
+            case=case,
+            method="dynatrain",
+            mode=mode,
+            seconds=attempt.seconds["move"],
+            stall_seconds=attempt.seconds["stall"],
+            peak_bytes=peak,
+            counted_bytes=memory.peak,
+            allowed_bytes=self._allowed(before, self._switcher.world) if mode == "tight" else 0,
+            phases=dict(attempt.seconds),
+        )
+
+    def _switch(self, to: str, mode: str) -> Attempt:
+        """Switch at the next edge at which all are ready. Its own check has compared the digests when it returns."""
+        self._books.last = None
+        self._switcher.request(to, mode=mode)
+        while self._books.last is None:
+            next(self._edges)
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.005)  # a step: what is built beside it needs the processor
+        attempt, outcome, reason = self._books.last
+        if outcome != "committed":
+            raise RuntimeError(f"the switch to {to} was {outcome}: {reason}")
+        world = self._switcher.world
+        assert world.ownership is not None
+        self._text, self._ownerships[to] = to, world.ownership
+        return attempt
+
+    def _allowed(self, before: World, after: World) -> int:
+        assert before.ownership is not None
+        assert after.ownership is not None
+        owners = (before.ownership, after.ownership)
+        table = storage(before.catalogue, *owners, adoptable=may_adopt(before, after.ownership))
+        return int(max(table.old[self.rank], table.new[self.rank])) + default_budget(table)
+
+    # By other means.
+
+    def _other(self, case: Case, method: str) -> Sample:
+        old = self._switcher.world
+        new = make_world(self._party, self._party.groups, self._switcher._read(case[1]), on_meta=True)  # noqa: SLF001
+        source = _held(old)
+        sample = Sample(case=case, method=method)
+        without_state = self._without_state()
+        try:
+            if method == "reload":
+                target, seconds, stall = self._reload(source, new)
+            else:
+                target = _targets(new)
+                seconds = stall = self._timed(self._method(case, method, (source, target), (old, new)))
+        except CannotError as reason:  # on all ranks alike
+            return replace(sample, problem=str(reason))
+        peak = _resident("VmHWM") - without_state
+        baselines.remove(self._folder)
+        problem = "" if self._arrived(target, self._ownerships[case[1]]) else "the state that arrived is another"
+        return replace(sample, seconds=seconds, stall_seconds=stall, peak_bytes=peak, problem=problem)
+
+    def _method(
+        self, case: Case, method: str, ends: tuple[Held, Held], worlds: tuple[World, World]
+    ) -> Callable[[], None]:
+        if method == "dcp":
+            return partial(baselines.through_files, *ends, self._folder)
+        if method == "full_tensor":
+            return partial(baselines.through_whole_tensors, *ends, worlds[0].catalogue, self._ownerships[case[1]])
+        return partial(baselines.through_redistribute, *ends, (worlds[0].mesh, worlds[1].mesh))
+
+    def _without_state(self) -> int:
+        """Resident bytes now that are not state, by the pool's count; the kernel counts the most from here on."""
+        _trim()
+        _forget_peak()
+        return _resident("VmRSS") - self._party.memory.held
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        with torch.no_grad():
+            work()
+        return time.perf_counter() - began
+
+    def _reload(self, source: Held, new: World) -> tuple[Held, float, float]:
+        """What a loop without live switches does in one process: save, build anew, load. The old state stays here."""
+        found: list[Held] = []
+        files = 0.0
+
+        def work() -> None:
+            nonlocal files
+            began = time.perf_counter()
+            baselines.dcp_save(source, self._folder)
+            files += time.perf_counter() - began
+            world = make_world(self._party, self._party.groups, new.layout, on_meta=True)
+            target = _targets(world)
+            began = time.perf_counter()
+            baselines.dcp_load(target, self._folder)
+            files += time.perf_counter() - began
+            flats = {name: local_tensor(target[name, e.kind]).flatten() for name, e in world.found.items()}
+            for name, entry in adopt(world.parts, world.found, flats, [world.optimizer]).items():
+                world.optimizer.state[entry.value] = {state: target[name, state] for state in (*MOMENTS, "step")}
+            found.append(target)
+
+        stall = self._timed(work)
+        return found[0], files, stall
+
+    def _arrived(self, target: Held, owner: Ownership) -> bool:
+        """Whether ``target`` holds under ``owner`` what the live world holds; by digests, on all ranks."""
+        world = self._switcher.world
+        assert world.ownership is not None
+        pieces: Pieces = {}
+        for index, tensor in enumerate(world.catalogue):
+            for number, state in enumerate(tensor.states):
+                value, box = target.get((tensor.name, state.name)), owner.box(tensor, self.rank)
+                if value is not None and box is not None:
+                    pieces[index, number] = Piece(local_tensor(value), () if state.scalar else box)
+        live = world.pieces(self.rank, self._device)
+        before = digest_vector(live, world.catalogue, world.ownership, owner, self.rank)
+        after = digest_vector(pieces, world.catalogue, owner, owner, self.rank)
+        both = torch.cat([before, after])
+        dist.all_reduce(both)
+        return compare(both[: len(before)], both[len(before) :], world.catalogue, world.ownership, owner).equal
+
+
+def _held(world: World) -> Held:
+    """Everything that a rank holds, as the distributed tensors that the loop has."""
+    held = {(name, entry.kind): entry.value.detach() for name, entry in world.found.items()}
+    for name, values in optimizer_states(world.optimizer, world.found).items():
+        held |= {(name, state): value for state, value in values.items()}
+    return held
+
+
+def _targets(world: World) -> Held:
+    """New tensors for everything that a rank of ``world``, built on meta, is to hold: NaN, hence touched."""
+    made: dict[tuple[str, str], torch.Tensor] = {}
+    with mapped_apart():
+        for name, entry in world.found.items():
+            for state in (entry.kind, *MOMENTS):
+                flat = torch.full((local_tensor(entry.value).numel(),), torch.nan, dtype=entry.value.dtype)
+                made[name, state] = shard_like(entry.value, flat).detach()
+            made[name, "step"] = torch.full((), torch.nan)
+    return made
+
+
+def _floor(summary: PlanSummary, rates: Rates) -> float:
+    return floor_seconds(
+        summary,
+        link_bytes_per_second=rates.link_bytes_per_second,
+        wire_bytes_per_second=rates.wire_bytes_per_second,
+        copy_bytes_per_second=rates.copy_bytes_per_second,
+    )
+
+
+def _resident(field: str) -> int:
+    """Resident bytes of this process: ``VmRSS`` now, ``VmHWM`` at most since :func:`_forget_peak`."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def _forget_peak() -> None:
+    """Have the kernel count the most resident bytes anew: exact, where sampling would miss short peaks."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _trim() -> None:
+    """Give memory that the C library keeps for later back to the system, so that what is resident is in use."""
+    ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,75 @@
+"""The bench in small: every method runs, is checked, and is told in the words of the design."""
+
+import time
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.dist.foreign import everywhere
+
+from dynatrain.space.presets import resolve_model
+from dynatrain.train import baselines, probe
+from dynatrain.train.bench import METHODS, TMPFS, BenchError, run_bench
+
+TINY = resolve_model("tiny")
+FIELDS = {"case", "method", "seconds", "stall_seconds", "lost_seconds", "bytes", "floor_seconds", "ratio", "peak_bytes"}
+FIELDS |= {"link_gb_s"}
+
+
+def bench(cases, repeats=1, slow_repeats=1):
+    return run_bench(TINY, cases, ranks=2, repeats=repeats, slow_repeats=slow_repeats, tell=lambda _line: None)
+
+
+def test_every_method_is_measured_and_checked_and_nothing_stays_behind():
+    rows = bench([("fsdp2", "tp2"), ("fsdp2", "pp2")], repeats=2)
+    assert len(rows) == 2 * len(METHODS)
+    for row in rows:
+        assert set(asdict(row)) >= FIELDS
+        possible = (row.case, row.method) != ("fsdp2 -> pp2", "redistribute")
+        assert (row.seconds is not None) == possible == (not row.note)
+        assert row.runs == (0 if not possible else 2 if row.method == "dynatrain" else 1)
+        if possible:
+            assert row.stall_seconds >= row.seconds
+            assert row.ratio > 1
+            assert row.bytes > 0
+        if row.mode == "tight":
+            assert 0 < row.counted_bytes <= row.allowed_bytes
+    assert not list(TMPFS.glob("dynatrain-bench-*"))
+
+
+def test_a_method_that_leaves_other_state_is_no_measurement(monkeypatch):
+    monkeypatch.setattr(baselines, "through_files", lambda *_: None)
+    with pytest.raises(BenchError, match=r"dcp: the state that arrived is another"):
+        bench([("fsdp2", "tp2")])
+
+
+def test_a_rank_that_fails_ends_the_bench_with_its_words(monkeypatch):
+    def fail(*_):
+        if dist.get_rank() == 1:
+            raise OSError("no space left")
+        time.sleep(60)
+
+    monkeypatch.setattr(baselines, "through_files", fail)
+    began = time.monotonic()
+    with pytest.raises(BenchError, match="rank 1: OSError: no space left"):
+        bench([("fsdp2", "tp2")])
+    assert time.monotonic() - began < 30
+
+
+def test_the_last_rank_decides_what_the_probe_finds():
+    def work(world):
+        copy = probe._copy
+
+        def slow(source, target):
+            copy(source, target)
+            time.sleep(0.1 * world.rank)
+
+        probe._copy = slow
+        return probe.probe(dist.group.WORLD, torch.device("cpu"), nbytes=1 << 20, repeats=2)
+
+    rates = everywhere(2, work)
+    assert rates[0] == rates[1]
+    assert rates[0].copy_bytes_per_second < 2 * (1 << 20) / 0.1
+    assert rates[0].link_bytes_per_second > 1e6
+    assert rates[0].wire_bytes_per_second > 1e6
