@@ -58,7 +58,7 @@ def plan_with(patch, **how):
 
 def execute_with_swapped_moments(patch, rank):
     def executor(**given):
-        index = next(i for i, tensor in enumerate(given["catalogue"]) if tensor.name == NAME)
+        index = next(i for i, tensor in enumerate(given["exchange"].catalogue) if tensor.name == NAME)
         if rank == SRC:
             old = given["old"]
             given["old"] = old | {(index, 1): old[index, 2], (index, 2): old[index, 1]}
