@@ -130,7 +130,7 @@ class Follower:
     def look(self) -> None:
         """Show what is new."""
         for record in sorted([*self._events.new(), *self._metrics.new()], key=itemgetter("time")):
-            if record["kind"] == "switch" and "certificate" in record:
+            if record["kind"] == "switch" and record["phase"] in {"committed", "aborted", "failed"}:
                 self._view.line(self._switched(record))
             elif record["kind"] == "validation":
                 self._view.line(f"validation after {record['step'] + 1} steps: loss {record['loss']:.4f}")
