@@ -31,7 +31,7 @@ def test_every_method_is_measured_and_checked_and_nothing_stays_behind():
         assert row.runs == (0 if not possible else 2 if row.method == "dynatrain" else 1)
         if possible:
             assert row.stall_seconds >= row.seconds
-            assert row.ratio > 1
+            assert row.ratio > 0
             assert row.bytes > 0
         if row.mode == "tight":
             assert 0 < row.counted_bytes <= row.allowed_bytes
