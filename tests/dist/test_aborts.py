@@ -80,6 +80,8 @@ class Director:
         elif self.quiet_steps:
             self.quiet_steps -= 1
             if not self.quiet_steps:
+                self.verdicts[-1].append(self.books())
+                self.keys.append(self.store.num_keys())
                 self.ask()
         elif self.case is None:
             self.next_case()
@@ -97,8 +99,7 @@ class Director:
     def ended(self, outcome, reason):
         if self.armed:
             self.armed = False
-            self.verdicts.append([self.case, outcome, reason, self.before, self.books()])
-            self.keys.append(self.store.num_keys())
+            self.verdicts.append([self.case, outcome, reason, self.before])
             self.quiet_steps = 2
         else:
             self.verdicts[-1] += [outcome, reason]

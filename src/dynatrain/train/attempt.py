@@ -10,6 +10,7 @@ board, never in a collective, which would hang with the rank that is missing.
 """
 
 import gc
+import itertools
 import threading
 import time
 from dataclasses import dataclass, field
@@ -24,13 +25,7 @@ from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.execute.rounds import Executor
 from dynatrain.layout.layout import Layout
 from dynatrain.plan.plan import Granule, Schedule
-from dynatrain.train.agreement import (
-    Objection,
-    SwitchAbortedError,
-    SwitchFailedError,
-    objection_of,
-    words_of,
-)
+from dynatrain.train.agreement import Objection, SwitchAbortedError, SwitchFailedError, objection_of, words_of
 from dynatrain.train.blueprint import Blueprint, draw
 from dynatrain.train.channel import Channel
 from dynatrain.train.handover import RoundVotes, carry_back
@@ -45,6 +40,7 @@ from dynatrain.train.install import (
     refuse_pinned,
     remember,
     report,
+    retire_world,
     unbind,
     values_alone,
 )
@@ -52,7 +48,6 @@ from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.proof import Proof
 from dynatrain.train.registered import common, require_equal
-from dynatrain.train.retire import retire
 from dynatrain.train.saved import Saved
 from dynatrain.train.streams import Streams
 from dynatrain.train.world import World
@@ -152,21 +147,17 @@ class Attempt:
     def _warm(self) -> None:
         self._channel.at("warm")
         self._channel.group("check")
-        self._moves = Exchange(
-            plan=self._blueprint.part,
-            catalogue=self.old.catalogue,
-            transport=self._channel.transport("moves"),
-            pool=self.party.memory,
-        )
+        assert self.blueprint is not None
+        part, transport = self.blueprint.part, self._channel.transport("moves")
+        self._moves = Exchange(plan=part, catalogue=self.old.catalogue, transport=transport, pool=self.party.memory)
         self._moves.warm()
-        if self._schedule.mode == "keep":
-            adopted = frozenset(self._blueprint.part.adopted)
-            for granules in self._schedule.rounds:
-                for granule in granules:
-                    if self._given_up:
-                        return
-                    if granule not in adopted and (piece := self._allocate(granule)) is not None:
-                        self._targets[granule] = piece
+        if not self._tight:
+            adopted = frozenset(part.adopted)
+            for granule in itertools.chain(*part.schedule.rounds):
+                if self._given_up:
+                    return
+                if granule not in adopted and (piece := self._allocate(granule)) is not None:
+                    self._targets[granule] = piece
             # Only now: neighbours that were touched one by one would not share huge pages.
             for piece in self._targets.values():
                 touch(piece.tensor)
@@ -224,7 +215,13 @@ class Attempt:
             self._channel.at("move")
             if self._tight and (unequal := self._proved.unequal(self._old_pieces, self._channel.group("check"))):
                 raise SwitchAbortedError(unequal)
-            self._executor = self._make_executor(self._moves, votes)
+            self._executor = Executor(
+                exchange=self._moves,
+                old=self._old_pieces,
+                target=self._allocate if self._tight else self._targets.get,
+                agree=votes.agree,
+                hook=self._channel.at,
+            )
             self._executor.run(self.party.deadline)
             assert self.new is not None
             self._object_states = remember(self.party, self.old)
@@ -235,15 +232,6 @@ class Attempt:
             transport.close()
             votes.excuse(problem, objection)
         self._channel.ask("moved", None, objection)
-
-    def _make_executor(self, moves: Exchange, votes: RoundVotes) -> Executor:
-        return Executor(
-            exchange=moves,
-            old=self._old_pieces,
-            target=self._allocate if self._tight else self._targets.get,
-            agree=votes.agree,
-            hook=self._channel.at,
-        )
 
     # Beside the new layout's first forward and backward.
 
@@ -265,9 +253,8 @@ class Attempt:
             with self._channel.timed("check"):
                 after = self._digest_after()
                 self._channel.ask("check", None, self._objection)
-                old = None if self._tight else self._old_pieces
-                new = self._saved.under(self._new_pieces)
-                if wrong := self._proved.judge(after, old, new, self._channel.group("check")):
+                sides = None if self._tight else self._old_pieces, self._saved.under(self._new_pieces)
+                if wrong := self._proved.judge(after, *sides, self._channel.group("check")):
                     self._objection = Objection(why=wrong, proven=True)
         except Exception as error:  # noqa: BLE001 - told to all ranks
             self._objection = objection_of(error)
@@ -320,14 +307,20 @@ class Attempt:
         assert self._executor is not None
         self._executor.release()
         self._channel.groups.keep()
-        self._retire(self.old, f"belongs to a layout that switch {self.order.number} to {self.order.layout} replaced")
+        retire_world(
+            self.party, self.old, f"belongs to a layout that switch {self.order.number} to {self.order.layout} replaced"
+        )
 
     # Giving up.
 
     def give_up(self) -> None:
-        """Free what ``build`` and ``warm`` made. Where their thread still runs, call it again once it has ended."""
+        """Before the move: free what ``build`` and ``warm`` made. While their thread still writes, call it again."""
         self._given_up = True
         self._channel.groups.close()
+        if self._thread is None or self.prepared:
+            self._free()
+
+    def _free(self) -> None:
         if self._moves is not None:
             self._moves.release()
         for piece in self._targets.values():
@@ -367,17 +360,16 @@ class Attempt:
             quiesce(self.new)
         if self._executor is not None:
             self._executor.abandon()
-        self.give_up()
-        self._retire(self.new, f"belongs to switch {self.order.number} to {self.order.layout}, which was aborted")
+        self._channel.groups.close()
+        self._free()
+        retire_world(
+            self.party, self.new, f"belongs to switch {self.order.number} to {self.order.layout}, which was aborted"
+        )
 
     def finish(self) -> None:
         """The attempt is over, one way or the other: the collector runs again if it did."""
         if self._collects:
             gc.enable()
-
-    def _retire(self, world: World, why: str) -> None:
-        made = {label: thing for label, thing in world.objects.items() if label in self.party.factories}
-        retire(world.parts, world.optimizer, made, world.found, why)
 
     # Small things.
 
@@ -397,13 +389,9 @@ class Attempt:
         return self._proof
 
     @property
-    def _blueprint(self) -> Blueprint:
-        assert self.blueprint is not None
-        return self.blueprint
-
-    @property
     def _schedule(self) -> Schedule:
-        return self._blueprint.part.schedule
+        assert self.blueprint is not None
+        return self.blueprint.part.schedule
 
     @property
     def _tight(self) -> bool:

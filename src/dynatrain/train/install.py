@@ -20,9 +20,10 @@ from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
 from dynatrain.train.live import Described, Entry, UnplacedTensorError, describe, entries, merge
 from dynatrain.train.party import Party
 from dynatrain.train.registered import check_holders, common, require_equal, snapshot
+from dynatrain.train.retire import retire
 from dynatrain.train.states import Leaf, replace_leaves
 from dynatrain.train.torch_private import local_tensor
-from dynatrain.train.world import World, as_parts, carry_groups, is_scheduler
+from dynatrain.train.world import World, as_parts, carry_groups
 
 
 def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool) -> World:
@@ -257,6 +258,7 @@ def refuse_pinned(world: World, pieces: Pieces) -> None:
         )
 
 
-def schedulers(world: World) -> dict[str, Any]:
-    """The registered schedulers, by label."""
-    return {label: thing for label, thing in world.objects.items() if is_scheduler(thing)}
+def retire_world(party: Party, world: World, why: str) -> None:
+    """Make every use of a world's handles fail, and say ``why``; after its memory was given back."""
+    made = {label: thing for label, thing in world.objects.items() if label in party.factories}
+    retire(world.parts, world.optimizer, made, world.found, why)

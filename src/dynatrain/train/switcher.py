@@ -310,12 +310,11 @@ class Switcher:
 
     def _advance(self, attempt: Attempt) -> None:
         """Tell the others when this rank can begin; begin where all agreed to."""
-        board, number = self._party.board, attempt.order.number
         assert self._start is not None
         go = self._start.look(self._edge, self.step)
         if go is None or (go.edge >= 0 and (go.edge > self._edge or self._accumulating())):
             return
-        board.done_with(number)
+        self._party.board.done_with(attempt.order.number)
         if go.edge < 0:
             self._abandoned.append(attempt)
             self._free_abandoned()
@@ -392,9 +391,8 @@ class Switcher:
             _LOG.warning("switch %d to %s: %s: %s", attempt.order.number, attempt.order.layout, outcome, reason)
         if self._recorder:
             self._recorder.ended(attempt, outcome, reason, self.step, told or {})
-        message = reason or f"{attempt.order.layout} since step {self.step}"
-        outcomes = {"committed": "done"}
-        self._answer(attempt.order, outcomes.get(outcome, outcome), message, attempt.order.number)
+        said, since = "done" if outcome == "committed" else outcome, f"{attempt.order.layout} since step {self.step}"
+        self._answer(attempt.order, said, reason or since, attempt.order.number)
         self._party.hook(outcome, -1, attempt.order.number)
 
     def close(self) -> None:
