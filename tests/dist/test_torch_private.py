@@ -26,6 +26,7 @@ from dynatrain.train.torch_private import (
     padded_numels,
     registered_groups,
     scheduled,
+    shard_of,
     takes_means,
     unreduced_gradients,
 )
@@ -214,6 +215,21 @@ def test_local_tensor():
 
     assert [found[0] for found in everywhere(2, work)] == [[0.0, 1.0], [2.0, 3.0]]
     assert [found[1:] for found in everywhere(2, work)] == [(False, True, True)] * 2
+
+
+def test_shard_of():
+    def work(_world):
+        mesh = init_device_mesh("cpu", (2,))
+        template = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])  # uneven: 3 and 2
+        mine = torch.full_like(local_tensor(template), 1.0 + dist.get_rank())
+        made = shard_of(template, mine)
+        return (
+            made.full_tensor().tolist(),
+            made.shape == template.shape,
+            local_tensor(made).data_ptr() == mine.data_ptr(),
+        )
+
+    assert everywhere(2, work) == [([1.0, 1.0, 1.0, 2.0, 2.0], True, True)] * 2
 
 
 def test_clear_dtensor_caches():

@@ -48,13 +48,17 @@ def test_memory_that_is_given_back_between_pieces_that_stay_leaves_the_process_a
     assert in_a_process_of_its_own(given_back_between_pieces_that_stay)
 
 
-def test_touched_memory_is_resident_to_its_last_page():
+def touched_to_the_last_page():
     pool = Pool()
     before = resident()
     tensor = pool.allocate((32 * MIB + 1,), torch.uint8)
     touch(tensor)
     assert resident() - before >= 32 * MIB
     assert tensor[-1] == 0
+
+
+def test_touched_memory_is_resident_to_its_last_page():
+    assert in_a_process_of_its_own(touched_to_the_last_page)
 
 
 def test_reading_the_bytes_of_a_tensor_leaves_its_storage_resizable():
