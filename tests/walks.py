@@ -165,18 +165,20 @@ class Walker:
 
     def _measure_moves(self):
         """From before the first transfer until everything is bound."""
-        run, make, stack = attempts.Attempt._run, attempts.Attempt._make_executor, ExitStack()
-
-        def making(attempt, *given):
-            targets = [piece.tensor for piece in attempt._targets.values()]
-            self.alive = stack.enter_context(Alive([*attempt.old.values().values(), *targets]))
-            return make(attempt, *given)
+        run, make = attempts.Attempt._run, attempts.Executor
 
         def running(attempt):
-            with stack:
+            with ExitStack() as stack:
+
+                def making(**given):
+                    targets = [piece.tensor for piece in attempt._targets.values()]
+                    self.alive = stack.enter_context(Alive([*attempt.old.values().values(), *targets]))
+                    return make(**given)
+
+                attempts.Executor = making
                 run(attempt)
 
-        attempts.Attempt._run, attempts.Attempt._make_executor = running, making
+        attempts.Attempt._run = running
 
     # The recorder's face.
 
