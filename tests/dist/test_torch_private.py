@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tests.dist.foreign import Net, batch, everywhere, groups_of
+from tests.dist.foreign import Net, everywhere, groups_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,7 +28,6 @@ from dynatrain.train.torch_private import (
     scheduled,
     shard_of,
     takes_means,
-    unreduced_gradients,
 )
 
 SECONDS = timedelta(seconds=10)
@@ -107,19 +106,6 @@ def test_takes_means():
         return [*found, takes_means(net)]
 
     assert everywhere(1, work) == [[None, True, True, False]]
-
-
-def test_unreduced_gradients():
-    def work(world):
-        net = sharded(init_device_mesh("cpu", (2,)), torch.float64)
-        found = [unreduced_gradients(net)]
-        for synchronise in (False, True):
-            net.set_requires_gradient_sync(synchronise)
-            net(batch(0, world.rank)[0]).sum().backward()
-            found.append(unreduced_gradients(net))
-        return found
-
-    assert everywhere(2, work) == [[False, True, False]] * 2
 
 
 def test_scheduled():

@@ -221,7 +221,7 @@ class Board:
     def _lateness(self, topic: str, waited: float) -> dict[str, Any]:
         # Where no vote is missing, the last voter did not come to decide: it was halted in between.
         late = self.missing(topic) or tuple(self.votes(topic))[-1:]
-        return {"abort": f"late ranks {list(late)} after {waited:g} s", "late": late}
+        return {"abort": f"late ranks {list(late)} after {waited:.3g} s", "late": late}
 
 
 def _go(found: dict[str, Any]) -> Go:

@@ -7,7 +7,7 @@ looking at the old pieces again, which in ``tight`` mode are gone.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +82,12 @@ class _Grid:
 
 
 def digest_vector(
-    pieces: Mapping[Granule, Piece], catalogue: Catalogue, ownership: Ownership, cut: Ownership, rank: int
+    pieces: Mapping[Granule, Piece],
+    catalogue: Catalogue,
+    ownership: Ownership,
+    cut: Ownership,
+    rank: int,
+    go_on: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """This rank's share: int64, to be added up over the ranks with wrap-around.
 
@@ -92,9 +97,11 @@ def digest_vector(
         ownership: under which it holds them.
         cut: whose cells the digests are kept for: the new ownership, before and after a switch.
         rank: this rank.
+        go_on: called before each granule; what it raises ends the work.
     """
     found: list[int] = []
     for granule, grid, cells in _walk(catalogue, ownership, cut):
+        go_on()
         slots = [0] * (grid.copies * len(cells))
         if rank in grid.holders:
             piece, copy = pieces[granule], grid.holders[rank][0]

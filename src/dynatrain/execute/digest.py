@@ -17,13 +17,15 @@ from functools import lru_cache, reduce
 
 import torch
 
-from dynatrain.space.box import Box, intersect, within
+from dynatrain.space.box import Box, intersect, tiles, within
 
 MODULUS = 1 << 64
 _COLUMNS = 8192
 """Longest stretch along the last dims that is weighted at once."""
 _BLOCK = 1 << 17
 """Elements taken at once, so that their products stay in the cache."""
+_COPIED = 1 << 22
+"""Most bytes that are copied at once to be read."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
@@ -51,7 +53,14 @@ def digest_piece(tensor: torch.Tensor, box: Box) -> int:
 def digest_within(tensor: torch.Tensor, held: Box, box: Box) -> int:
     """As :func:`digest_piece`, of that part of a piece ``held`` that lies in ``box``; 0 where nothing does."""
     common = intersect(held, box)
-    return 0 if common is None else digest_piece(tensor[within(common, held)], common)
+    if common is None:
+        return 0
+    part = tensor[within(common, held)]
+    if part.is_contiguous() and part.device.type == "cpu":
+        return digest_piece(part, common)
+    # What is strided, or on a device, is copied to be read: a little at a time, which no memory bound has to count.
+    slabs = tiles(common, tensor.itemsize, _COPIED)
+    return sum(digest_piece(tensor[within(slab, held)], slab) for slab in slabs) % MODULUS
 
 
 def _words(tensor: torch.Tensor, box: Box) -> tuple[torch.Tensor, Box]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from dynatrain.plan.plan import Granule, Move, RankPlan
 from dynatrain.plan.schedule import STAGING_BYTES
-from dynatrain.space.box import Box, volume
+from dynatrain.space.box import Box, tiles, volume
 from dynatrain.space.tensor import ITEMSIZE, Catalogue
 
 PACK_BYTES = 1 << 20
@@ -145,19 +145,6 @@ def routes(plan: RankPlan, catalogue: Catalogue, size: int) -> tuple[Route, ...]
         waves = _waves(plan.rank, size, out, incoming)
         found.append(Route(sends=out, receives=incoming, relays=stay.get(plan.rank, ()), waves=waves))
     return tuple(found)
-
-
-def tiles(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
-    """Cut ``box`` into boxes of at most ``limit`` bytes whose elements are consecutive in its row-major order."""
-    nbytes = volume(box) * itemsize
-    if nbytes <= limit:
-        yield box
-        return
-    dim = next(d for d, (start, stop) in enumerate(box) if stop - start > 1)
-    start, stop = box[dim]
-    rows = max(1, limit * (stop - start) // nbytes)
-    for first in range(start, stop, rows):
-        yield from tiles((*box[:dim], (first, min(first + rows, stop)), *box[dim + 1 :]), itemsize, limit)
 
 
 def room(frame: Frame) -> int:

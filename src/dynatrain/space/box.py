@@ -1,6 +1,7 @@
 """Boxes: half-open rectangles in the index space of one logical tensor."""
 
 import math
+from collections.abc import Iterator
 
 Box = tuple[tuple[int, int], ...]
 """One ``(start, stop)`` per tensor dim; ``()`` is the one element of a scalar. Empty where any ``start == stop``."""
@@ -40,3 +41,16 @@ def chunk(start: int, stop: int, ways: int, index: int) -> tuple[int, int]:
     size = -(-(stop - start) // ways)
     first = min(start + index * size, stop)
     return first, min(first + size, stop)
+
+
+def tiles(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
+    """Cut ``box`` into boxes of at most ``limit`` bytes whose elements are consecutive in its row-major order."""
+    nbytes = volume(box) * itemsize
+    if nbytes <= limit:
+        yield box
+        return
+    dim = next(d for d, (start, stop) in enumerate(box) if stop - start > 1)
+    start, stop = box[dim]
+    rows = max(1, limit * (stop - start) // nbytes)
+    for first in range(start, stop, rows):
+        yield from tiles((*box[:dim], (first, min(first + rows, stop)), *box[dim + 1 :]), itemsize, limit)

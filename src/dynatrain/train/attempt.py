@@ -25,14 +25,17 @@ from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.execute.rounds import Executor
 from dynatrain.layout.layout import Layout
 from dynatrain.plan.plan import Granule, Schedule
-from dynatrain.train.agreement import Objection, SwitchAbortedError, SwitchFailedError, objection_of, words_of
+from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError, objection_of, words_of
 from dynatrain.train.blueprint import Blueprint, draw
 from dynatrain.train.channel import Channel
+from dynatrain.train.check import Check
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import (
     allocate,
     bind,
     check_carried,
+    check_tensors,
+    leaf_values,
     make_world,
     match_catalogue,
     quiesce,
@@ -55,7 +58,7 @@ from dynatrain.train.world import World
 
 @dataclass(slots=True)
 class Attempt:
-    """See the module's text. The training thread calls; ``_prepare`` and ``_check`` are the threads' bodies.
+    """See the module's text. The training thread calls; ``_prepare`` is the body of a thread.
 
     Attributes:
         party: this rank's means.
@@ -79,17 +82,18 @@ class Attempt:
     _channel: Channel = field(init=False)
     _saved: Saved = field(init=False)
     _given_up: bool = False
+    _bound: bool = False
     _collects: bool = False
     _moves: Exchange | None = None
     _targets: Pieces = field(default_factory=dict)
     _executor: Executor | None = None
     _proof: Proof | None = None
     _old_pieces: Pieces = field(default_factory=dict)
-    _new_pieces: Pieces = field(default_factory=dict)
     _object_states: dict[str, Any] | None = None
+    _old_leaves: dict[str, torch.Tensor] = field(default_factory=dict)
     _streams: Streams | None = None
     _thread: threading.Thread | None = None
-    _objection: Objection | None = None
+    _check: Check | None = None
 
     def __post_init__(self) -> None:
         self._channel = Channel(self.party, self.order.number)
@@ -134,7 +138,7 @@ class Attempt:
             payload = report(self.new, values_alone(self.new), self.party.rank)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
-        told = self._channel.ask("build", payload, objection)
+        told = self._channel.ask("build", payload, objection, self.party.patience)
         catalogue, ownership = read_reports(told, self.target)
         if problems := match_catalogue(self.old, catalogue):
             raise SwitchAbortedError("; ".join(problems))
@@ -146,6 +150,7 @@ class Attempt:
 
     def _warm(self) -> None:
         self._channel.at("warm")
+        self.party.memory.peak = self.party.memory.held  # from here on it is this switch's
         self._channel.group("check")
         assert self.blueprint is not None
         part, transport = self.blueprint.part, self._channel.transport("moves")
@@ -178,7 +183,6 @@ class Attempt:
         # Nothing is collected until the switch has ended: one collection takes longer than a small move.
         self._collects = gc.isenabled()
         gc.disable()
-        self.party.memory.peak = max(self.party.memory.peak, self.party.memory.held)
         try:
             with self._channel.timed("quiesce"):
                 self._quiesce()
@@ -195,6 +199,7 @@ class Attempt:
             facts = common(self.old)
             check_carried(self.old, self.target)
             quiesce(self.old)
+            check_tensors(self.party, self.old)
             now, planned = self.old.states(), {tensor.name: tensor.states for tensor in self.old.catalogue}
             if changed := sorted(name for name, states in now.items() if planned[name] != states):
                 raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")
@@ -225,7 +230,9 @@ class Attempt:
             self._executor.run(self.party.deadline)
             assert self.new is not None
             self._object_states = remember(self.party, self.old)
+            self._old_leaves = leaf_values(self.old)
             bind(self.party, self.old, self.new, self._executor.new)
+            self._bound = True
             self._channel.at("bound", len(self._schedule.rounds))
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
@@ -238,36 +245,9 @@ class Attempt:
     def start_check(self) -> None:
         """Begin to compare full digests, before against after, in a thread."""
         self._streams = Streams.read(self.party.device)
-        try:
-            assert self.new is not None
-            self._new_pieces = self.new.pieces(self.party.rank, self.party.device)
-            # The step writes buffers: they are digested, and if need be brought back, as they were before it.
-            self._saved.keep_buffers(self._new_pieces)
-        except Exception as problem:  # noqa: BLE001 - told to all ranks
-            self._objection = objection_of(problem)
-        self._thread = threading.Thread(target=self._check, name=f"check-{self.order.number}", daemon=True)
-        self._thread.start()
-
-    def _check(self) -> None:
-        try:
-            with self._channel.timed("check"):
-                after = self._digest_after()
-                self._channel.ask("check", None, self._objection)
-                sides = None if self._tight else self._old_pieces, self._saved.under(self._new_pieces)
-                if wrong := self._proved.judge(after, *sides, self._channel.group("check")):
-                    self._objection = Objection(why=wrong, proven=True)
-        except Exception as error:  # noqa: BLE001 - told to all ranks
-            self._objection = objection_of(error)
-
-    def _digest_after(self) -> torch.Tensor:
-        after = torch.empty(0)
-        try:
-            self._channel.at("check")
-            self._proved.note(self._old_pieces)
-            after = self._proved.after(self._saved.under(self._new_pieces))
-        except Exception as problem:  # noqa: BLE001 - told to all ranks
-            self._objection = self._objection or objection_of(problem)
-        return after
+        assert self.new is not None
+        self._check = Check(self._channel, self._proved, self._saved, keeps_old=not self._tight)
+        self._check.start(self._old_pieces, self.new)
 
     # At the first optimizer step.
 
@@ -282,12 +262,10 @@ class Attempt:
             SwitchFailedError: neither world can be had.
         """
         began = time.perf_counter()
-        self.join(2 * self.party.deadline)
-        objection = self._objection
+        assert self._check is not None
+        objection = self._check.outcome(2 * self.party.deadline)
         try:
             self._channel.at("commit")
-            if self._proved.report is None and objection is None:
-                raise TimeoutError("the digests were not compared in time")
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection or objection_of(problem)
         try:
@@ -307,9 +285,8 @@ class Attempt:
         assert self._executor is not None
         self._executor.release()
         self._channel.groups.keep()
-        retire_world(
-            self.party, self.old, f"belongs to a layout that switch {self.order.number} to {self.order.layout} replaced"
-        )
+        replaced = f"belongs to a layout that switch {self.order.number} to {self.order.layout} replaced"
+        retire_world(self.party, self.old, self._old_leaves, replaced)
 
     # Giving up.
 
@@ -338,6 +315,8 @@ class Attempt:
         """
         for purpose in ("moves", "check"):  # what broke may have broken them
             self._channel.groups.discard(purpose, self.party.everyone)
+        if self._check is not None and not self._check.end(2 * self.party.deadline):
+            raise SwitchFailedError(f"{why}; and the digests' thread, which reads what would be freed, does not end")
         assert self.new is not None
         if self._tight:
             try:
@@ -353,7 +332,9 @@ class Attempt:
                 )
             except SwitchAbortedError as error:
                 raise SwitchFailedError(f"{why}; and the way back failed: {error}") from error
+        new_leaves: dict[str, torch.Tensor] = {}
         if self._object_states is not None:
+            new_leaves = leaf_values(self.new) if self._bound else {}
             unbind(self.old, self._object_states)
         if self._streams is not None:
             self._streams.restore(self.party.device)
@@ -362,9 +343,8 @@ class Attempt:
             self._executor.abandon()
         self._channel.groups.close()
         self._free()
-        retire_world(
-            self.party, self.new, f"belongs to switch {self.order.number} to {self.order.layout}, which was aborted"
-        )
+        aborted = f"belongs to switch {self.order.number} to {self.order.layout}, which was aborted"
+        retire_world(self.party, self.new, new_leaves, aborted)
 
     def finish(self) -> None:
         """The attempt is over, one way or the other: the collector runs again if it did."""

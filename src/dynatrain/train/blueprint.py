@@ -1,5 +1,6 @@
 """The plan of one switch as one rank needs it: its own part, judged, with the numbers that the certificate tells."""
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,9 @@ from dynatrain.train.world import World
 
 FITS = 0.8
 """Part of the free memory that ``auto`` may fill in ``keep``: the next step needs the rest."""
+
+MODES = ("keep", "tight", "auto")
+"""``keep`` the old state to the commit; hand it over granule by granule (``tight``); or ``keep`` where it fits."""
 
 MODULUS = 1 << 64
 
@@ -64,8 +68,9 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Bluepri
         party.board, f"{topic}/memory", party.rank, payload=free_bytes(party.device), timeout=party.deadline
     ).in_order()
     blueprint, hashes, objection = None, None, None
+    schedule, budget = _agree_on_rounds(party, mode, old, new, free, f"{topic}/rounds")
     try:
-        blueprint, hashes = _draw_own(party, mode, old, new, free)
+        blueprint, hashes = _draw_own(party, old, new, schedule, budget)
     except Exception as problem:  # noqa: BLE001 - told to all ranks
         objection = objection_of(problem)
     told = exchange(
@@ -78,18 +83,50 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Bluepri
     return replace(blueprint, plan_hash=sent)
 
 
-def _draw_own(party: Party, mode: str, old: World, new: World, free: list[int]) -> tuple[Blueprint, list[int]]:
+def _agree_on_rounds(
+    party: Party, mode: str, old: World, new: World, free: list[int], topic: str
+) -> tuple[Schedule, int | None]:
+    """Rank 0's choice of mode, rounds and budget, on every rank.
+
+    The order of hand-overs compares floating-point scores, whose last bits differ between processors: computed on every
+    rank, it could be two orders.
+
+    Raises:
+        SwitchAbortedError: no order of hand-overs fits.
+    """
+    chosen, objection = None, None
+    if party.rank == 0:
+        try:
+            schedule, budget = choose(party, mode, old, _table(old, new), free)
+            chosen = [schedule.mode, schedule.rounds, budget]
+        except Exception as problem:  # noqa: BLE001 - told to all ranks
+            objection = objection_of(problem)
+    told = exchange(
+        party.board, topic, party.rank, payload=chosen, objection=objection, timeout=party.deadline
+    ).in_order()
+    mode, rounds, budget = told[0]
+    return Schedule(rounds=tuple(tuple((t, s) for t, s in granules) for granules in rounds), mode=mode), budget
+
+
+def _table(old: World, new: World) -> Storage:
+    assert old.ownership is not None
+    assert new.ownership is not None
+    return storage(old.catalogue, old.ownership, new.ownership, adoptable=may_adopt(old, new.ownership))
+
+
+def _draw_own(
+    party: Party, old: World, new: World, schedule: Schedule, budget: int | None
+) -> tuple[Blueprint, list[int]]:
     """This rank's blueprint, and its part of the hashes of all sends and all receives.
 
     Raises:
-        PlanError: no order of hand-overs fits, or the judge refuses.
+        PlanError: the judge refuses.
     """
     assert old.ownership is not None
     assert new.ownership is not None
     catalogue, before, after = old.catalogue, old.ownership, new.ownership
     adoptable = may_adopt(old, after)
-    table = storage(catalogue, before, after, adoptable=adoptable)
-    schedule, budget = choose(party, mode, old, table, free)
+    table = _table(old, new)
     part = rank_plan(
         catalogue, before, after, party.rank, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable
     )
@@ -134,6 +171,17 @@ def may_adopt(old: World, after: Ownership) -> Callable[[int], bool]:
     return lambda index: equal(index) and not written(index)
 
 
+def check_mode(mode: str) -> None:
+    """Refuse what is no mode.
+
+    Raises:
+        ValueError: with the nearest one.
+    """
+    if mode not in MODES:
+        near = difflib.get_close_matches(mode, MODES, n=1, cutoff=0) or MODES[-1:]
+        raise ValueError(f"there is no mode {mode!r}; the modes are {', '.join(MODES)} (nearest: {near[0]})")
+
+
 def choose(party: Party, mode: str, old: World, table: Storage, free: list[int]) -> tuple[Schedule, int | None]:
     """The rounds, and in ``tight`` the room for pieces; left to choose, ``keep`` where every machine has the memory.
 
@@ -146,7 +194,12 @@ def choose(party: Party, mode: str, old: World, table: Storage, free: list[int])
 
     Returns:
         The schedule, and in ``tight`` the bytes above ``max(old, new)`` that pieces may take: the budget less staging.
+
+    Raises:
+        PlanError: no order of hand-overs fits.
+        ValueError: there is no such mode.
     """
+    check_mode(mode)
     keep = keep_schedule(old.catalogue, party.round_bytes)
     extra = predicted_peak(table, keep) - table.old
     sharing = party.ranks_per_node or party.world_size

@@ -33,14 +33,22 @@ class Channel:
     def __post_init__(self) -> None:
         self.groups = self.party.groups.draft(self.number, self.party.deadline)
 
-    def ask(self, what: str, payload: Any, objection: Objection | None = None) -> list[Any]:
+    def ask(
+        self, what: str, payload: Any, objection: Objection | None = None, seconds: float | None = None
+    ) -> list[Any]:
         """Put a question of this switch, each once: all ranks' payloads, by rank.
+
+        Args:
+            what: the question.
+            payload: this rank's answer.
+            objection: why this rank cannot go on.
+            seconds: how long to wait for the others; the party's deadline where it is None.
 
         Raises:
             SwitchAbortedError: a rank objected or was late.
         """
-        party, topic = self.party, f"s{self.number}/{what}"
-        told = exchange(party.board, topic, party.rank, payload=payload, objection=objection, timeout=party.deadline)
+        party, topic, wait = self.party, f"s{self.number}/{what}", seconds or self.party.deadline
+        told = exchange(party.board, topic, party.rank, payload=payload, objection=objection, timeout=wait)
         return told.in_order()
 
     def at(self, event: str, number: int = -1) -> None:

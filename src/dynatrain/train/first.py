@@ -11,8 +11,8 @@ from dynatrain.layout.layout import Layout
 from dynatrain.train.install import check_carried, make_world
 from dynatrain.train.party import Party
 from dynatrain.train.registered import try_out
-from dynatrain.train.states import UnknownStateError, create_optimizer_state
-from dynatrain.train.world import World
+from dynatrain.train.states import UnknownStateError, create_optimizer_state, leaves
+from dynatrain.train.world import World, is_scheduler
 
 Initial = Callable[[World, Pool], None]
 """Fills a first world that ``build`` made on meta: gives every tensor of it its storage and values."""
@@ -58,15 +58,41 @@ def join(party: Party, world: World, label: str, thing: Any) -> None:
     Raises:
         UnknownStateError: it could not be carried to another layout, by name.
     """
-    if label in world.objects or "." in label:
+    taken = {"param", "buffer", *world.objects, *(key for held in world.optimizer.state.values() for key in held)}
+    if label in taken or "." in label:
         raise UnknownStateError(f"{label!r} cannot be a label here: it is taken, or has a dot in it")
     if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
         raise UnknownStateError(
             f"{label}: a scheduler belongs to the optimizer of one layout; give a factory, lambda optimizer: ..."
         )
-    if not hasattr(thing, "state_dict"):
+    if isinstance(thing, type) or not hasattr(thing, "state_dict"):
+        world.objects[label] = _made(label, thing, world)
         party.factories[label] = thing
-        world.objects[label] = thing(world.optimizer)
     else:
         try_out(label, thing, world.found)
         world.objects[label] = thing
+
+
+def _made(label: str, factory: Any, world: World) -> Any:
+    """The product of a factory.
+
+    Raises:
+        UnknownStateError: it is no factory of something that carries numbers alone.
+    """
+    if not callable(factory):
+        raise UnknownStateError(
+            f"{label}: {type(factory).__name__} is neither an object with state_dict and load_state_dict nor a factory "
+            "that makes one from the optimizer"
+        )
+    try:
+        product = factory(world.optimizer)
+    except Exception as error:
+        raise UnknownStateError(f"{label}: the factory fails on the optimizer: {error}") from error
+    if isinstance(product, type) or not (hasattr(product, "state_dict") and hasattr(product, "load_state_dict")):
+        raise UnknownStateError(f"{label}: the factory made {type(product).__name__}, without state_dict and its like")
+    if not is_scheduler(product) and leaves(label, product.state_dict(), world.found):
+        raise UnknownStateError(
+            f"{label}: the factory's product holds tensors of parameters, which it would make anew in each layout; "
+            "give the object itself"
+        )
+    return product

@@ -1,6 +1,7 @@
 """A new world: built on meta, described to the other ranks, later filled and bound in place of the old one."""
 
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from dynatrain.train.live import Described, Entry, UnplacedTensorError, describe
 from dynatrain.train.party import Party
 from dynatrain.train.registered import check_holders, common, require_equal, snapshot
 from dynatrain.train.retire import retire
-from dynatrain.train.states import Leaf, replace_leaves
+from dynatrain.train.states import Form, Leaf, UnknownStateError, forms, replace_leaves
 from dynatrain.train.torch_private import local_tensor
-from dynatrain.train.world import World, as_parts, carry_groups
+from dynatrain.train.world import Forwards, World, as_parts, carry_groups
 
 
 def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool) -> World:
@@ -42,7 +43,11 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
         raise UnplacedTensorError(
             f"build returned an optimizer over {foreign} parameter(s) that its model does not have"
         )
-    return World(layout, mesh, parts, optimizer, found, built_hooks=built_hooks(parts, optimizer))
+    forwards = Forwards()
+    for part in parts:
+        part.register_forward_pre_hook(forwards)
+    hooks = built_hooks(parts, optimizer)
+    return World(layout, mesh, parts, optimizer, found, built_hooks=hooks, forwards=forwards)
 
 
 def report(world: World, states: Mapping[str, tuple[State, ...]], rank: int) -> list[Any]:
@@ -74,12 +79,25 @@ def read_reports(reports: list[Any], layout: Layout) -> tuple[Catalogue, Ownersh
 
 def survey(party: Party, world: World, topic: str) -> None:
     """Agree on the whole job with all ranks and write it into ``world``: its catalogue and ownership."""
-    payload = [report(world, world.states(), party.rank), common(world)]
+    kept = [[state, *astuple(form)] for state, form in forms(world.object_leaves(), world.found).items()]
+    payload = [report(world, world.states(), party.rank), common(world), kept]
     told = exchange(party.board, topic, party.rank, payload=payload, timeout=party.deadline).in_order()
-    require_equal([facts for _, facts in told])
-    world.catalogue, world.ownership = read_reports([tensors for tensors, _ in told], world.layout)
+    require_equal([facts for _, facts, _ in told])
+    world.catalogue, world.ownership = read_reports([tensors for tensors, _, _ in told], world.layout)
+    world.forms = _merged([kept for _, _, kept in told])
     if wrong := misfits(world.pieces(party.rank, party.device), world.catalogue):
         raise UnplacedTensorError("; ".join(wrong))
+
+
+def _merged(told: list[Any]) -> dict[str, Form]:
+    """The forms that any rank knows; a form is that of the ranks whose names and shards can tell."""
+    result: dict[str, Form] = {}
+    for state, label, inside, prefix, canonical, plain in (form for kept in told for form in kept):
+        seen = result.get(state)
+        result[state] = Form(
+            label, tuple(inside), prefix, canonical or bool(seen and seen.canonical), plain or bool(seen and seen.plain)
+        )
+    return result
 
 
 def check_carried(world: World, target: Layout) -> None:
@@ -91,6 +109,21 @@ def check_carried(world: World, target: Layout) -> None:
     check_holders(world)
     staged = max(world.layout.size("pp"), target.size("pp")) > 1
     check_hooks(world.parts, world.optimizer, world.found, world.built_hooks, staged=staged)
+
+
+def check_tensors(party: Party, world: World) -> None:
+    """Refuse tensors that the model has now and had not when it was built. Shards must not be gathered.
+
+    Raises:
+        UnknownStateError: by name.
+    """
+    now = entries(world.parts, party.names)
+    known = {id(entry.value) for entry in world.found.values()}
+    if late := [name for name, entry in now.items() if id(entry.value) not in known]:
+        raise UnknownStateError(
+            f"{', '.join(sorted(late))}: added or replaced after build, so build would make the next layout without; "
+            "make it in build"
+        )
 
 
 def match_catalogue(old: World, catalogue: Catalogue) -> list[str]:
@@ -138,6 +171,7 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
         by_name.setdefault(tensor.name, {})[tensor.states[number].name] = piece.tensor
     flats = {name: _whole_storage(by_name[name][entry.kind]) for name, entry in new.found.items()}
     new.found = adopt(new.parts, new.found, flats, [new.optimizer])
+    new.forms = old.forms
     _bind_optimizer(old, new, by_name)
     carry_hooks(old, new)
     _bind_objects(party, old, new, by_name)
@@ -151,11 +185,11 @@ def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bind_optimizer(old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    of_optimizer = {key for values in old.optimizer.state.values() for key in values}
     for name, entry in new.found.items():
         state = {}
         for key, value in by_name[name].items():
-            if key in of_optimizer:
+            # By the catalogue, not by what this rank's old optimizer held: it may have had none of this kind.
+            if key != entry.kind and key not in old.forms:
                 # AdamW keeps its step counter on the host unless it is capturable. A tensor object of its own: when the
                 # counter is retired, the piece must stay usable, whose memory is given back later.
                 state[key] = (
@@ -177,41 +211,29 @@ def _bind_objects(party: Party, old: World, new: World, by_name: Mapping[str, Ma
             new.objects[label].load_state_dict(snapshot(thing.state_dict(), ()))
         else:
             new.objects[label] = thing
-            arrived = _new_leaves(held[label], old, new, by_name)
+            arrived = _new_leaves(label, new, by_name)
             thing.load_state_dict(replace_leaves(thing.state_dict(), held[label], arrived))
     # A scheduler's constructor writes learning rates; the old ones stand.
     names = [{id(entry.value): name for name, entry in world.found.items()} for world in (old, new)]
     carry_groups(old.optimizer, new.optimizer, *names)
 
 
-def _new_leaves(
-    held: list[Leaf], old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]
-) -> list[Leaf]:
-    """The leaves of one object after the switch, in the form (DTensor or plain shard, key) of those before.
-
-    Keys are paths in the module where those before were; where path and canonical name were the same, too.
-    """
-    example = {leaf.state: leaf for leaf in held}
-    canonical = {leaf.state for leaf in held if leaf.spelled == leaf.tensor != _path(old.found[leaf.tensor])}
+def _new_leaves(label: str, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Leaf]:
+    """The leaves of one object after the switch, in the form that they had before."""
     made = []
     for name, entry in new.found.items():
-        for state, leaf in example.items():
+        for state, form in new.forms.items():
             value = by_name[name].get(state)
-            if value is not None:
+            if form.label == label and value is not None:
                 whole = shard_like(entry.value, value.flatten())
-                form = whole if type(leaf.value) is type(entry.value) or not _sharded(leaf) else local_tensor(whole)
-                spelled = name if state in canonical else _path(entry)
-                key = leaf.key.removesuffix(leaf.spelled) + spelled
-                made.append(Leaf(leaf.label, leaf.inside, key, name, spelled, form.detach()))
+                kept = (local_tensor(whole) if form.plain else whole).detach()
+                spelled = name if form.canonical else _path(entry)
+                made.append(Leaf(label, form.inside, form.prefix + spelled, name, spelled, kept))
     return made
 
 
 def _path(entry: Entry) -> str:
     return entry.paths[0][1]
-
-
-def _sharded(leaf: Leaf) -> bool:
-    return not hasattr(leaf.value, "device_mesh")
 
 
 def remember(party: Party, world: World) -> dict[str, Any]:
@@ -258,7 +280,13 @@ def refuse_pinned(world: World, pieces: Pieces) -> None:
         )
 
 
-def retire_world(party: Party, world: World, why: str) -> None:
-    """Make every use of a world's handles fail, and say ``why``; after its memory was given back."""
+def leaf_values(world: World) -> dict[str, torch.Tensor]:
+    """What registered objects hold of the model's tensors in this layout, by name for people."""
+    held = (leaf for found in world.object_leaves().values() for leaf in found)
+    return {f"{leaf.state} of {leaf.tensor}": leaf.value for leaf in held}
+
+
+def retire_world(party: Party, world: World, leaves: Mapping[str, torch.Tensor], why: str) -> None:
+    """Make every use of a world's handles and :func:`leaf_values` fail, and say ``why``; after its memory is gone."""
     made = {label: thing for label, thing in world.objects.items() if label in party.factories}
-    retire(world.parts, world.optimizer, made, world.found, why)
+    retire(world.parts, world.optimizer, made, world.found, leaves, why)

@@ -17,6 +17,7 @@ class Order:
         by: who asked.
         request: number of the request on the board; -1 for none.
         request_id: its id, or empty.
+        deadline: seconds since 1970 after which it is no longer wanted; None for never.
     """
 
     number: int
@@ -28,3 +29,4 @@ class Order:
     by: str = ""
     request: int = -1
     request_id: str = ""
+    deadline: float | None = None

@@ -1,5 +1,6 @@
 """What a rank brings to every switch: its number, its means of agreement, its memory, and the user's build."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,9 @@ from dynatrain.train.world import Build
 
 PHASES = ("build", "warm", "quiesce", "move", "check", "commit")
 """Phases of a switch in order; the ones after ``warm`` are inside the stall, except that ``check`` overlaps a step."""
+
+RECENT = 8
+"""Steps whose longest counts for how long a rank may stay away."""
 
 ENDS = ("committed", "aborted", "failed")
 """How a switch can end."""
@@ -69,6 +73,19 @@ class Party:
     ranks_per_node: int | None = None
     transport: Callable[[dist.ProcessGroup, range], Transport] = GroupTransport
     hook: Hook = field(default=_quiet)
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def note_step(self, seconds: float) -> None:
+        """Remember how long a step took."""
+        self._steps.append(seconds)
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for ranks that may still be in the step in which they are to hear of something.
+
+        A rank hears of an order at its next step edge: the deadline counts from there, so a long step comes on top.
+        """
+        return self.deadline + max(self._steps, default=0.0)
 
     @property
     def everyone(self) -> range:

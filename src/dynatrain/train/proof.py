@@ -36,6 +36,7 @@ class Proof:
         rank: this rank.
         before: this rank's share of the digests of the old pieces; None until :meth:`note`.
         report: the verdict, equal on all ranks; None until :meth:`judge`.
+        given_up: set by another thread to end what is being digested, whose memory is about to go.
     """
 
     catalogue: Catalogue
@@ -44,11 +45,12 @@ class Proof:
     rank: int
     before: torch.Tensor | None = None
     report: DigestReport | None = None
+    given_up: bool = False
 
     def note(self, pieces: Pieces) -> None:
         """Digest the old pieces, once; the next calls change nothing."""
         if self.before is None:
-            self.before = digest_vector(pieces, self.catalogue, self.old, self.new, self.rank)
+            self.before = digest_vector(pieces, self.catalogue, self.old, self.new, self.rank, self._go_on)
 
     def restored(self, pieces: Pieces) -> bool:
         """Whether the old pieces have the digests that were noted."""
@@ -63,7 +65,11 @@ class Proof:
 
     def after(self, pieces: Pieces) -> torch.Tensor:
         """This rank's share of the digests of the new pieces."""
-        return digest_vector(pieces, self.catalogue, self.new, self.new, self.rank)
+        return digest_vector(pieces, self.catalogue, self.new, self.new, self.rank, self._go_on)
+
+    def _go_on(self) -> None:
+        if self.given_up:
+            raise TimeoutError("the digests were not taken in time")
 
     def judge(self, after: torch.Tensor, old: Pieces | None, new: Pieces, group: dist.ProcessGroup) -> str:
         """Compare all digests; what is wrong, equally on all ranks, or empty.
@@ -74,6 +80,7 @@ class Proof:
             new: the new pieces.
             group: of all ranks.
         """
+        self._go_on()
         assert self.before is not None
         both = _total(torch.cat([self.before, after]), group)
         before, after = both[: len(self.before)], both[len(self.before) :]

@@ -59,6 +59,7 @@ def retire(
     optimizer: torch.optim.Optimizer,
     schedulers: Mapping[str, Any],
     found: Mapping[str, Entry],
+    leaves: Mapping[str, torch.Tensor],
     why: str,
 ) -> None:
     """Make every use of an old world's handles raise :class:`RetiredHandleError` with their name.
@@ -69,6 +70,7 @@ def retire(
         schedulers: learning-rate schedulers by label; likewise.
         found: parameters and buffers; every operation on one or on its optimizer state raises. Views of them that
             the user kept are not seen, and have lost their memory.
+        leaves: what registered objects held of the model's tensors, by name for people; likewise.
         why: what replaced them.
     """
     for number, part in enumerate(parts):
@@ -85,7 +87,7 @@ def retire(
     held = {name: entry.value for name, entry in found.items()}
     for name, entry in found.items():
         held |= {f"{key} of {name}": value for key, value in optimizer.state.get(entry.value, {}).items()}
-    for name, value in held.items():
+    for name, value in (held | dict(leaves)).items():
         value._retired = f"{name} {why}"  # type: ignore[attr-defined]  # noqa: SLF001
         if isinstance(value, DTensor):
             value.__class__ = _RetiredDTensor

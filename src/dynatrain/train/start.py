@@ -56,7 +56,7 @@ class Start:
 
     def _overdue(self) -> float:
         """Seconds that this rank has waited for others, or for its own thread, where that is too long; else 0."""
-        deadline = self._attempt.party.deadline
+        deadline = self._attempt.party.patience
         if self._told_at:
             waited, patience = time.monotonic() - self._told_at, deadline
         elif self._attempt.prepared:

@@ -109,6 +109,42 @@ class Leaf:
         return ".".join((self.label, *self.inside))
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a registered object keeps one state: equal on all ranks, also on those that hold no leaf of it yet.
+
+    Attributes:
+        label: the object's registered name.
+        inside: keys from the top of its state dict to the container.
+        prefix: what stands before a tensor's name in a key.
+        canonical: keys have canonical names where those differ from the paths in the module.
+        plain: values are plain local shards, not DTensors.
+    """
+
+    label: str
+    inside: tuple[str, ...]
+    prefix: str
+    canonical: bool
+    plain: bool
+
+
+def forms(held: Mapping[str, list[Leaf]], found: Mapping[str, Entry]) -> dict[str, Form]:
+    """The form of every state of which this rank holds a leaf, by the state's name."""
+    result: dict[str, Form] = {}
+    for leaf in (leaf for of_object in held.values() for leaf in of_object):
+        seen = result.get(leaf.state)
+        canonical = leaf.spelled == leaf.tensor != found[leaf.tensor].paths[0][1]
+        plain = isinstance(found[leaf.tensor].value, DTensor) and not isinstance(leaf.value, DTensor)
+        result[leaf.state] = Form(
+            leaf.label,
+            leaf.inside,
+            leaf.key.removesuffix(leaf.spelled),
+            canonical or (seen is not None and seen.canonical),
+            plain or (seen is not None and seen.plain),
+        )
+    return result
+
+
 def leaves(label: str, state_dict: Mapping[str, Any], found: Mapping[str, Entry]) -> list[Leaf]:
     """All parameter-shaped tensors of one registered object.
 

@@ -12,7 +12,6 @@ import functools
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
 from types import MethodType
 from typing import Any
 
@@ -22,21 +21,20 @@ from torch import nn
 
 from dynatrain.cluster.board import Board
 from dynatrain.execute.pieces import Pool
-from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
-from dynatrain.layout.text import print_layout
 from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
 from dynatrain.train.attempt import Attempt
+from dynatrain.train.blueprint import check_mode
 from dynatrain.train.first import Initial, first_world, join
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.install import survey
 from dynatrain.train.names import NameRule, strip_wrappers
-from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
 from dynatrain.train.start import Start
 from dynatrain.train.targets import DataParallel, Read, same_meaning, whole_world
-from dynatrain.train.torch_private import default_store, unreduced_gradients
+from dynatrain.train.torch_private import default_store
+from dynatrain.train.turns import Turns
 from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
 
@@ -72,6 +70,7 @@ class Switcher:
     Raises:
         LayoutError: the text is no layout, or not of this world size.
         UnplacedTensorError, UnknownStateError: what could not be switched, all of it, by name.
+        ValueError: there is no such mode.
     """
 
     def __init__(
@@ -95,6 +94,7 @@ class Switcher:
         memory: Pool | None = None,
         **more: Any,
     ) -> None:
+        check_mode(mode)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         device = device or torch.device("cpu")
         groups = GroupPool(
@@ -118,7 +118,6 @@ class Switcher:
             budget=budget,
             **more,
         )
-        self._wishes = Wishes(self._party.board, schedule or {}, mode)
         self._recorder = recorder
         self._attempt: Attempt | None = None
         self._start: Start | None = None
@@ -126,8 +125,6 @@ class Switcher:
         self._settling = False
         self._doomed = ""
         self._edge = -1
-        self._turn = 1
-        self._stepped = False
         self._step_ended = time.perf_counter()
         self.step = 0
         self.stopped = False
@@ -146,6 +143,8 @@ class Switcher:
         for piece in self._world.pieces(rank, device).values():
             self._party.memory.hold(piece)
         self._wrap_optimizer(self._world)
+        wishes = Wishes(self._party.board, schedule or {}, mode)
+        self._turns = Turns(self._party, wishes, self._read, lambda: self.layout)
 
     # The handles.
 
@@ -195,8 +194,9 @@ class Switcher:
             self._at_edge()
             if self.stopped:
                 return
-            self._stepped = False
+            began = time.perf_counter()
             yield self.step
+            self._party.note_step(time.perf_counter() - began)
             if self._settling:
                 self._settle()
             if not self._doomed:
@@ -232,9 +232,11 @@ class Switcher:
 
         Raises:
             LayoutError: this job cannot have it.
+            ValueError: there is no such mode.
         """
         self._read(layout)
-        self._wishes.add(layout, mode=mode, at=at, by=by)
+        check_mode(mode or "auto")
+        self._turns.ask(layout, mode=mode, at=at, by=by)
 
     def _wrap_optimizer(self, world: World) -> None:
         """The first step after a switch decides it; where it is taken back, that step does nothing."""
@@ -246,7 +248,7 @@ class Switcher:
                 self._settle()
             if self._doomed:
                 return None
-            self._stepped = True
+            world.forwards.seen = False
             return original(*args, **kwargs)
 
         # A method, as schedulers that are made later expect of it.
@@ -265,17 +267,10 @@ class Switcher:
             self._advance(self._attempt)
 
     def _take_turn(self) -> None:
-        """Follow the next decision of what to do; rank 0 proposes it."""
-        board, topic = self._party.board, f"turn/{self._turn}"
-        if self._party.rank == 0 and (order := self._choose()) is not None:
-            found = board.decide(topic, asdict(order))
-        else:
-            found = board.decided(topic)
-        if found is None:
+        """Follow the next decision of what to do."""
+        order = self._turns.take(self._edge, self.step)
+        if order is None:
             return
-        self._turn += 1
-        board.leave(topic)
-        order = Order(**found)
         target = self._world.layout if order.verb == "stop" else self._read(order.layout)
         self._attempt = Attempt(self._party, order, target, self._world)
         self._start = Start(self._attempt)
@@ -284,35 +279,13 @@ class Switcher:
         if order.verb != "stop":
             self._attempt.start()
 
-    def _choose(self) -> Order | None:
-        """What rank 0 wants next."""
-        for order in self._wishes.due(self.step):
-            if (refusal := self._refuse(order)) is None:
-                return replace(order, number=self._turn, edge=self._edge)
-            self._answer(order, *refusal)
-        return None
-
-    def _refuse(self, order: Order) -> tuple[str, str] | None:
-        """``(outcome, message)`` of an order that needs or allows no attempt."""
-        if order.verb == "stop":
-            return None
-        try:
-            target = self._read(order.layout)
-        except LayoutError as error:
-            return "refused", str(error)
-        if target == self._world.layout:
-            return "unchanged", f"the layout is {print_layout(target)} already"
-        return None
-
-    def _answer(self, order: Order, outcome: str, message: str, switch: int | None = None) -> None:
-        if self._party.rank == 0:
-            self._wishes.answer(order, outcome, message, switch)
-
     def _advance(self, attempt: Attempt) -> None:
         """Tell the others when this rank can begin; begin where all agreed to."""
         assert self._start is not None
         go = self._start.look(self._edge, self.step)
-        if go is None or (go.edge >= 0 and (go.edge > self._edge or self._accumulating())):
+        # A forward without a step yet: gradients wait for a later step, equally on all ranks, which wait with them.
+        # Gradients themselves would not tell: FSDP2 may hold them back, and a rank with frozen parameters has none.
+        if go is None or (go.edge >= 0 and (go.edge > self._edge or self._world.forwards.seen)):
             return
         self._party.board.done_with(attempt.order.number)
         if go.edge < 0:
@@ -322,15 +295,9 @@ class Switcher:
         elif attempt.order.verb == "stop":
             self.stopped = True
             self._attempt = None
-            self._answer(attempt.order, "done", "stopped at a step edge")
+            self._turns.answer(attempt.order, "done", "stopped at a step edge")
         else:
             self._begin(attempt)
-
-    def _accumulating(self) -> bool:
-        """Whether gradients wait for a later optimizer step: every rank then waits for the edge after that."""
-        grads = (entry.value.grad for entry in self._world.found.values())
-        pending = any(grad is not None for grad in grads) or any(map(unreduced_gradients, self.parts))
-        return not self._stepped and pending
 
     def _free_abandoned(self) -> None:
         """Free what attempts have made that were given up before they began, also those whose thread ended late."""
@@ -392,7 +359,7 @@ class Switcher:
         if self._recorder:
             self._recorder.ended(attempt, outcome, reason, self.step, told or {})
         said, since = "done" if outcome == "committed" else outcome, f"{attempt.order.layout} since step {self.step}"
-        self._answer(attempt.order, said, reason or since, attempt.order.number)
+        self._turns.answer(attempt.order, said, reason or since, attempt.order.number)
         self._party.hook(outcome, -1, attempt.order.number)
 
     def close(self) -> None:

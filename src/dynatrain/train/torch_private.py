@@ -80,16 +80,6 @@ def takes_means(module: nn.Module) -> bool | None:
     return any(factor is None for factor in factors) if factors else None
 
 
-def unreduced_gradients(module: nn.Module) -> bool:
-    """Whether FSDP2 holds whole gradients that it has not reduced yet: backward ran without gradient sync."""
-
-    def held(param: FSDPParam) -> object:
-        gathered = getattr(param, "_unsharded_param", None)  # there is none before the first forward
-        return param.unsharded_accumulated_grad if gathered is None or gathered.grad is None else gathered.grad
-
-    return any(held(param) is not None for param in _fsdp_params(module))
-
-
 def scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a learning-rate scheduler hangs on ``optimizer``: it has marked the step method."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")

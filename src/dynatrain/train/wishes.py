@@ -58,4 +58,5 @@ class Wishes:
             by=record.get("by", ""),
             request=number,
             request_id=record.get("id", ""),
+            deadline=record.get("deadline"),
         )

@@ -13,13 +13,23 @@ from dynatrain.layout.layout import Layout
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.live import Entry
-from dynatrain.train.states import Leaf, catalogue_states, leaves, optimizer_states
+from dynatrain.train.states import Form, Leaf, catalogue_states, leaves, optimizer_states
 from dynatrain.train.torch_private import local_tensor
 
 Build = Callable[[DeviceMesh, Layout], tuple[Any, torch.optim.Optimizer]]
 """``build(mesh, layout) -> (module or list of modules, optimizer)``: the user's own ``parallelize`` and optimizer.
 
 Called under ``torch.device("meta")`` for every layout but the first, so it must make modules and nothing else."""
+
+
+@dataclass(slots=True)
+class Forwards:
+    """Whether a model has run forward, with gradients, since ``seen`` was last set back; a forward hook."""
+
+    seen: bool = False
+
+    def __call__(self, _part: nn.Module, _args: Any) -> None:  # noqa: D102 - the hook
+        self.seen = self.seen or torch.is_grad_enabled()
 
 
 @dataclass(slots=True)
@@ -33,9 +43,11 @@ class World:
         optimizer: over their parameters.
         found: the tensors of ``parts`` by canonical name.
         objects: registered objects by label; shared with the world before and after where they are not factories.
-        built_hooks: numbers of the hooks that ``build`` registered itself.
+        built_hooks: numbers of the hooks that ``build`` registered itself, and of ours.
+        forwards: told when a part runs.
         catalogue: all tensors of the job.
         ownership: who holds which box of them.
+        forms: how registered objects keep each of their states.
     """
 
     layout: Layout
@@ -45,8 +57,10 @@ class World:
     found: dict[str, Entry]
     objects: dict[str, Any] = field(default_factory=dict)
     built_hooks: frozenset[int] = frozenset()
+    forwards: Forwards = field(default_factory=Forwards)
     catalogue: Catalogue = ()
     ownership: Ownership | None = None
+    forms: dict[str, Form] = field(default_factory=dict)
 
     def object_leaves(self) -> dict[str, list[Leaf]]:
         """Parameter-shaped tensors inside each registered object."""

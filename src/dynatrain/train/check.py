@@ -1,0 +1,84 @@
+"""Full digests of the new state against the old, beside the new layout's first forward and backward."""
+
+import threading
+
+import torch
+
+from dynatrain.execute.pieces import Pieces
+from dynatrain.train.agreement import Objection, objection_of
+from dynatrain.train.channel import Channel
+from dynatrain.train.proof import Proof
+from dynatrain.train.saved import Saved
+from dynatrain.train.world import World
+
+
+class Check:
+    """Compares digests in a thread of its own; the training thread asks for the outcome.
+
+    Args:
+        channel: to the other ranks.
+        proof: takes the digests.
+        saved: gets the buffers' values, which the step under way overwrites.
+        keeps_old: the old pieces are whole, so that an index can be named.
+    """
+
+    def __init__(self, channel: Channel, proof: Proof, saved: Saved, *, keeps_old: bool) -> None:
+        self._channel = channel
+        self._proof = proof
+        self._saved = saved
+        self._keeps_old = keeps_old
+        self._old: Pieces = {}
+        self._new: Pieces = {}
+        self._objection: Objection | None = None
+        self._thread = threading.Thread(target=self._run, name=f"check-{channel.number}", daemon=True)
+
+    def start(self, old: Pieces, new: World) -> None:
+        """Begin.
+
+        Args:
+            old: the pieces from before; in ``tight`` their digests were taken.
+            new: the world that has what arrived.
+        """
+        self._old = old
+        try:
+            self._new = new.pieces(self._channel.party.rank, self._channel.party.device)
+            # The step writes buffers: they are digested, and if need be brought back, as they were before it.
+            self._saved.keep_buffers(self._new)
+        except Exception as problem:  # noqa: BLE001 - told to all ranks
+            self._objection = objection_of(problem)
+        self._thread.start()
+
+    def outcome(self, seconds: float) -> Objection | None:
+        """Wait for the digests at most that long; what speaks against the commit."""
+        self._thread.join(seconds)
+        if self._objection is None and self._proof.report is None:
+            return objection_of(TimeoutError("the digests were not compared in time"))
+        return self._objection
+
+    def end(self, seconds: float) -> bool:
+        """Have the thread read no piece any more, so that their memory can go; whether it ended in time."""
+        self._proof.given_up = True
+        self._thread.join(seconds)
+        self._proof.given_up = False  # the way back takes digests, too
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            with self._channel.timed("check"):
+                after = self._digest_after()
+                self._channel.ask("check", None, self._objection)
+                sides = self._old if self._keeps_old else None, self._saved.under(self._new)
+                if wrong := self._proof.judge(after, *sides, self._channel.group("check")):
+                    self._objection = Objection(why=wrong, proven=True)
+        except Exception as error:  # noqa: BLE001 - told to all ranks
+            self._objection = objection_of(error)
+
+    def _digest_after(self) -> torch.Tensor:
+        after = torch.empty(0)
+        try:
+            self._channel.at("check")
+            self._proof.note(self._old)
+            after = self._proof.after(self._saved.under(self._new))
+        except Exception as problem:  # noqa: BLE001 - told to all ranks
+            self._objection = self._objection or objection_of(problem)
+        return after

@@ -1,0 +1,81 @@
+"""Which order comes next: rank 0 chooses, all follow the same decisions in the same sequence."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+from dynatrain.layout.form import LayoutError
+from dynatrain.layout.layout import Layout
+from dynatrain.layout.text import print_layout
+from dynatrain.train.order import Order
+from dynatrain.train.party import Party
+from dynatrain.train.targets import Read
+from dynatrain.train.wishes import Wishes
+
+
+class Turns:
+    """The sequence of a job's orders, as one rank follows it.
+
+    Args:
+        party: this rank.
+        wishes: what is asked for; rank 0's counts.
+        read: reads a layout's text and refuses what this job cannot have.
+        present: the layout now.
+    """
+
+    def __init__(self, party: Party, wishes: Wishes, read: Read, present: Callable[[], Layout]) -> None:
+        self._party = party
+        self._wishes = wishes
+        self._read = read
+        self._present = present
+        self._turn = 1
+
+    def take(self, edge: int, step: int) -> Order | None:
+        """The next order, once there is one; each is given out once.
+
+        Args:
+            edge: number of the edge at which this rank is.
+            step: the next step.
+        """
+        board, topic = self._party.board, f"turn/{self._turn}"
+        if self._party.rank == 0 and (order := self._choose(edge, step)) is not None:
+            found = board.decide(topic, asdict(order))
+        else:
+            found = board.decided(topic)
+        if found is None:
+            return None
+        self._turn += 1
+        board.leave(topic)
+        return Order(**found)
+
+    def ask(self, layout: str, *, mode: str, at: int, by: str) -> None:
+        """A wish of the loop itself, which all ranks may say."""
+        if self._party.rank == 0:
+            self._wishes.add(layout, mode=mode, at=at, by=by)
+
+    def answer(self, order: Order, outcome: str, message: str, switch: int | None = None) -> None:
+        """Tell whoever asked what became of it."""
+        if self._party.rank == 0:
+            self._wishes.answer(order, outcome, message, switch)
+
+    def _choose(self, edge: int, step: int) -> Order | None:
+        """What rank 0 wants next."""
+        for order in self._wishes.due(step):
+            if (refusal := self._refuse(order)) is None:
+                return replace(order, number=self._turn, edge=edge)
+            self.answer(order, *refusal)
+        return None
+
+    def _refuse(self, order: Order) -> tuple[str, str] | None:
+        """``(outcome, message)`` of an order that needs or allows no attempt."""
+        if order.deadline is not None and time.time() > order.deadline:
+            return "refused", f"taken up {time.time() - order.deadline:.1f} s after its deadline; ask again"
+        if order.verb == "stop":
+            return None
+        try:
+            target = self._read(order.layout)
+        except LayoutError as error:
+            return "refused", str(error)
+        if target == self._present():
+            return "unchanged", f"the layout is {print_layout(target)} already"
+        return None
