@@ -74,13 +74,14 @@ class Exchange:
         self._staging: list[torch.Tensor] = []
         self._free: list[torch.Tensor] = []
 
-    def warm(self) -> None:
-        """Allocate the staging memory now, so that none of it is touched first inside the stall."""
+    def warm(self) -> int:
+        """Allocate the staging memory now, so that none of it is touched first inside the stall; returns its bytes."""
         together = max((_together(route.waves) for route in self.routes), default=0)
         buffers = [self._buffer() for _ in range(together)]
         for buffer in buffers:
             touch(buffer)
         self._free += buffers
+        return sum(buffer.nbytes for buffer in buffers)
 
     def round(self, route: Route, old: Pieces, new: Pieces, deadline: float, posted: Callable[[], None]) -> None:
         """Fill this rank's new pieces of one round and serve the others theirs.

@@ -83,6 +83,7 @@ class Attempt:
     _saved: Saved = field(init=False)
     _given_up: bool = False
     _bound: bool = False
+    _staging: int = 0
     _collects: bool = False
     _moves: Exchange | None = None
     _targets: Pieces = field(default_factory=dict)
@@ -155,7 +156,7 @@ class Attempt:
         assert self.blueprint is not None
         part, transport = self.blueprint.part, self._channel.transport("moves")
         self._moves = Exchange(plan=part, catalogue=self.old.catalogue, transport=transport, pool=self.party.memory)
-        self._moves.warm()
+        self._staging = self._moves.warm()
         if not self._tight:
             adopted = frozenset(part.adopted)
             for granule in itertools.chain(*part.schedule.rounds):
@@ -269,7 +270,8 @@ class Attempt:
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection or objection_of(problem)
         try:
-            told = self._channel.ask("commit", {"seconds": self.seconds, "peak": self.party.memory.peak}, objection)
+            facts = {"seconds": self.seconds, "peak": self.party.memory.peak, "staging": self._staging}
+            told = self._channel.ask("commit", facts, objection)
         except SwitchAbortedError as abort:
             if self._tight and abort.proven:
                 raise SwitchFailedError(f"{abort}; in tight mode the old state is gone") from abort

@@ -17,8 +17,8 @@ from dynatrain.train.party import Party
 from dynatrain.train.proof import Proof
 from dynatrain.train.world import World
 
-Ask = Callable[[str, Any, Objection | None], list[Any]]
-"""``exchange`` of one switch: ``(question, payload, objection)`` to all payloads by rank."""
+Ask = Callable[..., list[Any]]
+"""``exchange`` of one switch: ``(question, payload, objection, seconds)`` to all payloads by rank."""
 
 
 class RoundVotes:
@@ -85,7 +85,8 @@ def carry_back(
     # Equal on all ranks: a round counts when its decision says so, and all ranks read the same decision.
     if executor is None or executor.journal.agreed == 0:
         return
-    agreed = max(ask("back", executor.journal.agreed, None))
+    # Ranks come here far apart: one may have waited, twice the deadline, for a thread of digests to end.
+    agreed = max(ask("back", executor.journal.agreed, None, 4 * party.deadline))
     objection = None
     schedule = backward(executor.journal.schedule, agreed)
     votes = RoundVotes(ask, "back", agreed)

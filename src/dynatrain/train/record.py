@@ -129,8 +129,11 @@ class Recorder:
             for phase, value in facts["seconds"].items():
                 seconds[phase] = max(value, seconds.get(phase, 0.0))
         peaks = {
-            rank: Peak(predicted=predicted, measured=told[rank]["peak"] if rank in told else None)
-            for rank, predicted in enumerate(blueprint.peak if blueprint else ())
+            rank: Peak(
+                predicted=pieces + (told[rank]["staging"] if rank in told else 0),
+                measured=told[rank]["peak"] if rank in told else None,
+            )
+            for rank, pieces in enumerate(blueprint.peak if blueprint else ())
         }
         on_device = attempt.party.device.type != "cpu"
         world = attempt.party.world_size
