@@ -52,12 +52,12 @@ def canonical(path):
 class Loop:
     """A loop with one of everything that can be registered; zeroes gradients at the start of a step, not at its end."""
 
-    def __init__(self, world, tour, mode="keep"):
+    def __init__(self, world, tour, mode="keep", layout="fsdp2", **more):
         self.rank = world.rank
         self.calls = []
         self.books = Books()
-        settings = {"state": {"lr": make_schedule}, "recorder": self.books, "mode": mode}
-        self.sw = switcher(world, build_wrapped, "fsdp2", schedule=tour, **settings)
+        settings = {"state": {"lr": make_schedule}, "recorder": self.books, "mode": mode} | more
+        self.sw = switcher(world, build_wrapped, layout, schedule=tour, **settings)
         self.local = self.sw.register("local", Shadow(self.sw.model, local=True))
         self.shared = self.sw.register("shared", Shadow(self.sw.model, local=False))
         self.scaler = self.sw.register("scaler", Scaler())
@@ -67,9 +67,9 @@ class Loop:
         block.register_full_backward_hook(lambda *_: self.calls.append("backward"))
         self.sw.optimizer.register_step_post_hook(lambda *_: self.calls.append("stepped"))
 
-    def run(self):
+    def run(self, until=STEPS):
         log = []
-        for step in self.sw.steps(until=STEPS):
+        for step in self.sw.steps(until=until):
             at_start = self.state()
             net, optimizer = self.sw.model, self.sw.optimizer
             optimizer.zero_grad()

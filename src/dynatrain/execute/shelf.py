@@ -5,30 +5,70 @@ transposed or fused with others, and in which dtype, is hidden in the views, so 
 between boxes like every other move.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 
-from dynatrain.space.box import Box
+from dynatrain.execute.pieces import Piece, Pieces
+from dynatrain.plan.plan import Fetch, Granule
+from dynatrain.space.box import Box, within
+from dynatrain.space.tensor import Catalogue
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Stored:
     """A box of one state of one tensor as it lies in a file.
 
-    Attributes:
+    Args:
         box: in the coordinates of the logical state; ``()`` for a scalar.
-        tensor: a view of the mapped file in the shape of ``box``: any strides, and the file's own dtype. Read-only
-            unless the shelf was made to be written.
+        tensor: a view of the mapped file in the shape of ``box``: any strides, and the file's own dtype; or what makes
+            one when it is first asked for. Read-only unless the shelf was made to be written.
         path: the file, for messages.
     """
 
-    box: Box
-    tensor: torch.Tensor
-    path: Path
+    def __init__(self, box: Box, tensor: torch.Tensor | Callable[[], torch.Tensor], path: Path) -> None:
+        self.box = box
+        self.path = path
+        self._tensor = tensor
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The view."""
+        if not isinstance(self._tensor, torch.Tensor):
+            self._tensor = self._tensor()
+        return self._tensor
 
 
 Shelf = Mapping[tuple[str, str], tuple[Stored, ...]]
 """``(tensor name, state name)`` -> its boxes, which do not overlap."""
+
+
+def boxes_of(shelf: Shelf, catalogue: Catalogue) -> dict[Granule, tuple[Box, ...]]:
+    """What a shelf owns, as the plan numbers it. States that it has not are absent."""
+    return {
+        (index, number): tuple(stored.box for stored in shelf[tensor.name, state.name])
+        for index, tensor in enumerate(catalogue)
+        for number, state in enumerate(tensor.states)
+        if (tensor.name, state.name) in shelf
+    }
+
+
+def read_into(pieces: Pieces, shelf: Shelf, catalogue: Catalogue, fetches: Iterable[Fetch]) -> None:
+    """Copy what a plan names from the files into a rank's pieces; dtypes are converted."""
+    with torch.no_grad():
+        for fetch in fetches:
+            stored, piece = _ends(pieces, shelf, catalogue, fetch)
+            piece.tensor[within(fetch.box, piece.box)] = stored.tensor[within(fetch.box, stored.box)]
+
+
+def write_from(pieces: Pieces, shelf: Shelf, catalogue: Catalogue, fetches: Iterable[Fetch]) -> None:
+    """Copy what a plan names from a rank's pieces into the files; dtypes are converted."""
+    with torch.no_grad():
+        for fetch in fetches:
+            stored, piece = _ends(pieces, shelf, catalogue, fetch)
+            stored.tensor[within(fetch.box, stored.box)] = piece.tensor[within(fetch.box, piece.box)]
+
+
+def _ends(pieces: Pieces, shelf: Shelf, catalogue: Catalogue, fetch: Fetch) -> tuple[Stored, Piece]:
+    tensor = catalogue[fetch.granule[0]]
+    return shelf[tensor.name, tensor.states[fetch.granule[1]].name][fetch.place], pieces[fetch.granule]

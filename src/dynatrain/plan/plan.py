@@ -7,6 +7,7 @@ that travel together; the same rounds hold on every rank, because they are deriv
 Within a round a rank posts all its receives, then all its sends, then waits for all of them.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dynatrain.space.box import Box
@@ -68,3 +69,22 @@ class RankPlan:
     relays: tuple[Move, ...]
     adopted: tuple[Granule, ...]
     schedule: Schedule
+
+
+Boxes = Mapping[Granule, Sequence[Box]]
+"""The boxes that a shelf, a holder made of files, owns of each granule: disjoint, together the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """One box between a rank's piece and one of a shelf's boxes.
+
+    Attributes:
+        granule: which tensor and state.
+        box: in the coordinates of the logical state; ``()`` for a scalar.
+        place: which of the shelf's boxes of the granule.
+    """
+
+    granule: Granule
+    box: Box
+    place: int

@@ -8,20 +8,22 @@ class Order:
     """What all ranks agreed to do next.
 
     Attributes:
-        number: of the switch in this run, from 1.
-        layout: target, as text.
+        turn: of the order in this job, from 1.
+        number: of the switch in this run, from 1; 0 for what is no switch.
+        layout: target of a switch, as text.
         mode: ``keep``, ``tight`` or ``auto``.
         at: first step that is to run in the new layout; -1 for as soon as all are ready.
         edge: step edge of rank 0 at which it was decided; the other ranks know of it by the edge after.
-        verb: ``switch`` or ``stop``.
+        verb: ``switch``, ``save`` or ``stop``.
         by: who asked.
         request: number of the request on the board; -1 for none.
         request_id: its id, or empty.
         deadline: seconds since 1970 after which it is no longer wanted; None for never.
     """
 
-    number: int
     layout: str
+    turn: int = 0
+    number: int = 0
     mode: str = "auto"
     at: int = -1
     edge: int = -1

@@ -1,21 +1,30 @@
-"""Where a switch begins: told and asked at every step edge, until all ranks know it."""
+"""Where an order begins: told and asked at every step edge, until all ranks know it."""
 
 import time
+from collections.abc import Callable
 
 from dynatrain.cluster.board import Go
 from dynatrain.train.attempt import Attempt
+from dynatrain.train.order import Order
+from dynatrain.train.party import Party
 
 
 class Start:
-    """One rank's way to the common beginning of one attempt; the argument why it is common stands in ``board``.
+    """One rank's way to the common beginning of one order; the argument why it is common stands in ``board``.
 
     Args:
-        attempt: a switch whose preparation was started, or a stop.
+        party: this rank.
+        order: what is to begin.
+        attempt: of a switch, its preparation started; None for what needs none.
+        busy: whether this rank cannot begin yet.
     """
 
-    def __init__(self, attempt: Attempt) -> None:
+    def __init__(self, party: Party, order: Order, attempt: Attempt | None, busy: Callable[[], bool]) -> None:
+        self._party = party
+        self._order = order
         self._attempt = attempt
-        self._board = attempt.party.board
+        self._busy = busy
+        self._board = party.board
         self._told_at = 0.0
 
     def look(self, edge: int, step: int) -> Go | None:
@@ -28,7 +37,7 @@ class Start:
         Returns:
             Where to begin, or that the switch was given up; None while that is open.
         """
-        number = self._attempt.order.number
+        number = self._order.turn
         if not self._told_at:
             self._tell(edge, step)
         go = self._board.go_edge(number)
@@ -38,29 +47,29 @@ class Start:
 
     def _tell(self, edge: int, step: int) -> None:
         """Say that this rank is ready, or why it never will be, as soon as either is known."""
-        attempt, order, party = self._attempt, self._attempt.order, self._attempt.party
+        attempt, order, party = self._attempt, self._order, self._party
         due = order.at < 0 or step >= order.at - 1
         # A step that was promised is waited for. Not at the edge of the decision itself: a rank that has yet to hear of
         # it trains on, and its step needs this one.
-        if order.verb == "switch" and order.at >= 0 and due and edge > order.edge:
+        if attempt is not None and order.at >= 0 and due and edge > order.edge:
             attempt.join(party.deadline)
-        if order.verb == "switch" and not attempt.prepared:
+        if self._busy() or (attempt is not None and not attempt.prepared):
             return
-        if attempt.problem:
-            self._board.give_up(order.number, attempt.problem)
+        if attempt is not None and attempt.problem:
+            self._board.give_up(order.turn, attempt.problem)
         elif due:
-            self._board.ready(order.number, party.rank, edge)
+            self._board.ready(order.turn, party.rank, edge)
         else:
             return
         self._told_at = time.monotonic()
 
     def _overdue(self) -> float:
         """Seconds that this rank has waited for others, or for its own thread, where that is too long; else 0."""
-        deadline = self._attempt.party.patience
+        deadline = self._party.patience
         if self._told_at:
             waited, patience = time.monotonic() - self._told_at, deadline
-        elif self._attempt.prepared:
-            return 0.0  # a scheduled step is yet to come
+        elif self._attempt is None or self._attempt.prepared:
+            return 0.0  # a scheduled step is yet to come, or a save has a deadline of its own
         else:
             waited, patience = time.monotonic() - self._attempt.began, 2 * deadline  # build and warm
         return waited if waited > patience else 0.0

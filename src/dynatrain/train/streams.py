@@ -31,3 +31,17 @@ class Streams:
         torch.set_rng_state(self.host)
         if self.device is not None:
             torch.cuda.set_rng_state(self.device, device)
+
+    def state(self) -> dict[str, Any]:
+        """The same in plain containers, numbers and tensors."""
+        name, words, *rest = self.numpy
+        numpy_state = [name, torch.from_numpy(words.astype(np.int64)), *rest]
+        return {"python": self.python, "numpy": numpy_state, "host": self.host, "device": self.device}
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> "Streams":
+        """From what :meth:`state` gave."""
+        version, words, gauss = state["python"]
+        name, keys, *rest = state["numpy"]
+        numpy_state = (name, keys.numpy().astype(np.uint32), *rest)
+        return cls((version, tuple(words), gauss), numpy_state, state["host"], state["device"])

@@ -11,7 +11,8 @@ trainer is an ordinary user of this class.
 import functools
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -28,9 +29,13 @@ from dynatrain.train.blueprint import check_mode
 from dynatrain.train.first import Initial, first_world, join
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.install import survey
+from dynatrain.train.loading import Rename, load
 from dynatrain.train.names import NameRule, strip_wrappers
+from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
+from dynatrain.train.saver import Saved, Saver
+from dynatrain.train.saving import Saves
 from dynatrain.train.start import Start
 from dynatrain.train.targets import DataParallel, Read, same_meaning, whole_world
 from dynatrain.train.torch_private import default_store
@@ -65,6 +70,9 @@ class Switcher:
         memory: where its memory comes from; made where it is None.
         data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; with
             ``fixed``, a loop in which FSDP2 averages gradients keeps its number of data ranks.
+        saves: where and when the job is saved; None for never.
+        on_saved: told of every save that has ended, well or not.
+        switches_before: how many the run has had before; the next one's number counts from there.
         **more: further attributes of :class:`dynatrain.train.party.Party`.
 
     Raises:
@@ -92,6 +100,9 @@ class Switcher:
         data_parallel: DataParallel = "fixed",
         device: torch.device | None = None,
         memory: Pool | None = None,
+        saves: Saves | None = None,
+        on_saved: Callable[[Saved], None] = lambda _saved: None,
+        switches_before: int = 0,
         **more: Any,
     ) -> None:
         check_mode(mode)
@@ -119,6 +130,9 @@ class Switcher:
             **more,
         )
         self._recorder = recorder
+        self._on_saved = on_saved
+        self._loads = 0
+        self._order: Order | None = None
         self._attempt: Attempt | None = None
         self._start: Start | None = None
         self._abandoned: list[Attempt] = []
@@ -143,8 +157,9 @@ class Switcher:
         for piece in self._world.pieces(rank, device).values():
             self._party.memory.hold(piece)
         self._wrap_optimizer(self._world)
-        wishes = Wishes(self._party.board, schedule or {}, mode)
-        self._turns = Turns(self._party, wishes, self._read, lambda: self.layout)
+        self._saver = Saver(self._party, saves, self._note_saved)
+        wishes = Wishes(self._party.board, schedule or {}, mode, self._saver.every)
+        self._turns = Turns(self._party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
 
     # The handles.
 
@@ -238,12 +253,53 @@ class Switcher:
         check_mode(mode or "auto")
         self._turns.ask(layout, mode=mode, at=at, by=by)
 
+    def save(self, *, by: str = "program") -> None:
+        """Ask, from the loop, to be saved at the next step edge, beside training. All ranks may call."""
+        self._turns.ask_save(by=by)
+
+    def save_now(self) -> str:
+        """Save, and return when it is done: at the end of the loop. All ranks call it, between two steps.
+
+        Returns:
+            What became of it, for people.
+        """
+        self._saver.finish()
+        return self._saver.save_now(self._world, self.step)
+
+    def load(self, path: Path, *, rename: Rename | None = None) -> int:
+        """Go on from a checkpoint, in whatever layout it was written; before the first step. All ranks call it.
+
+        Overwrites, in place, the model, the optimizer's state, what is registered, this rank's random streams and the
+        step. Register before what was registered when it was saved.
+
+        Args:
+            path: a checkpoint of ours, or a folder of PyTorch's distributed checkpoint (DCP) of somebody else's, from
+                which tensors are taken and the step is 0.
+            rename: from our keys (``model.NAME``, ``optim.state.NAME.exp_avg``) to those of somebody else's folder.
+
+        Returns:
+            The next step.
+
+        Raises:
+            SwitchAbortedError: it cannot be loaded, with everything that is missing, left over or damaged, by name.
+        """
+        self._loads += 1
+        self.step = load(self._party, self._world, path, f"load/{self._loads}", rename)
+        self._turns.begun(self.step)
+        return self.step
+
+    def _note_saved(self, saved: Saved) -> None:
+        if saved.order is not None:
+            self._turns.answer(saved.order, saved.outcome, saved.message)
+        self._on_saved(saved)
+
     def _wrap_optimizer(self, world: World) -> None:
         """The first step after a switch decides it; where it is taken back, that step does nothing."""
         original = world.optimizer.step
 
         @functools.wraps(original)
         def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._saver.before_a_write()
             if self._settling:
                 self._settle()
             if self._doomed:
@@ -261,25 +317,25 @@ class Switcher:
         if self._doomed:
             self._take_back()
         self._free_abandoned()
-        if self._attempt is None:
+        self._saver.look()
+        if self._order is None:
             self._take_turn()
-        if self._attempt is not None:
-            self._advance(self._attempt)
+        if self._order is not None:
+            self._advance(self._order)
 
     def _take_turn(self) -> None:
         """Follow the next decision of what to do."""
-        order = self._turns.take(self._edge, self.step)
+        self._order = order = self._turns.take(self._edge, self.step)
         if order is None:
             return
-        target = self._world.layout if order.verb == "stop" else self._read(order.layout)
-        self._attempt = Attempt(self._party, order, target, self._world)
-        self._start = Start(self._attempt)
-        if self._recorder:
+        if self._recorder and order.verb != "save":
             self._recorder.announced(order, self.step)
-        if order.verb != "stop":
+        if order.verb == "switch":
+            self._attempt = Attempt(self._party, order, self._read(order.layout), self._world)
             self._attempt.start()
+        self._start = Start(self._party, order, self._attempt, lambda: order.verb == "save" and self._saver.busy)
 
-    def _advance(self, attempt: Attempt) -> None:
+    def _advance(self, order: Order) -> None:
         """Tell the others when this rank can begin; begin where all agreed to."""
         assert self._start is not None
         go = self._start.look(self._edge, self.step)
@@ -287,17 +343,28 @@ class Switcher:
         # Gradients themselves would not tell: FSDP2 may hold them back, and a rank with frozen parameters has none.
         if go is None or (go.edge >= 0 and (go.edge > self._edge or self._world.forwards.seen)):
             return
-        self._party.board.done_with(attempt.order.number)
-        if go.edge < 0:
-            self._abandoned.append(attempt)
+        self._party.board.done_with(order.turn)
+        self._order = None
+        if self._attempt is not None and go.edge < 0:
+            self._abandoned.append(self._attempt)
             self._free_abandoned()
-            self._finish(attempt, "aborted", go.reason)
-        elif attempt.order.verb == "stop":
-            self.stopped = True
-            self._attempt = None
-            self._turns.answer(attempt.order, "done", "stopped at a step edge")
+            self._finish(self._attempt, "aborted", go.reason)
+        elif self._attempt is not None:
+            self._order = order
+            self._begin(self._attempt)
+        elif go.edge < 0:
+            self._turns.answer(order, "aborted", go.reason)
+        elif order.verb == "save":
+            self._saver.begin(self._world, self.step, order)
         else:
-            self._begin(attempt)
+            self._stop(order)
+
+    def _stop(self, order: Order) -> None:
+        """End the loop at this edge, saved where the job is saved and nobody is in a hurry."""
+        self.stopped = True
+        self._saver.finish()
+        saved = self._saver.save_now(self._world, self.step) if order.by != "SIGINT" else ""
+        self._turns.answer(order, "done", f"stopped at step {self.step}, {saved or 'not saved'}")
 
     def _free_abandoned(self) -> None:
         """Free what attempts have made that were given up before they began, also those whose thread ended late."""
@@ -307,6 +374,7 @@ class Switcher:
         self._abandoned = running
 
     def _begin(self, attempt: Attempt) -> None:
+        self._saver.before_a_write()
         try:
             attempt.move()
         except SwitchAbortedError as abort:
@@ -352,7 +420,7 @@ class Switcher:
         self._finish(attempt, "aborted", why)
 
     def _finish(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any] | None = None) -> None:
-        self._attempt = None
+        self._attempt = self._order = None
         attempt.finish()
         if outcome != "committed" and self._party.rank == 0:
             _LOG.warning("switch %d to %s: %s: %s", attempt.order.number, attempt.order.layout, outcome, reason)

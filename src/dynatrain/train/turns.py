@@ -9,6 +9,7 @@ from dynatrain.layout.layout import Layout
 from dynatrain.layout.text import print_layout
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
+from dynatrain.train.saver import Saver
 from dynatrain.train.targets import Read
 from dynatrain.train.wishes import Wishes
 
@@ -21,13 +22,19 @@ class Turns:
         wishes: what is asked for; rank 0's counts.
         read: reads a layout's text and refuses what this job cannot have.
         present: the layout now.
+        saver: saves the job.
+        switches: how many the run has had before this job.
     """
 
-    def __init__(self, party: Party, wishes: Wishes, read: Read, present: Callable[[], Layout]) -> None:
+    def __init__(
+        self, party: Party, wishes: Wishes, read: Read, present: Callable[[], Layout], saver: Saver, switches: int
+    ) -> None:
         self._party = party
         self._wishes = wishes
         self._read = read
         self._present = present
+        self._saver = saver
+        self._switches = switches
         self._turn = 1
 
     def take(self, edge: int, step: int) -> Order | None:
@@ -46,12 +53,23 @@ class Turns:
             return None
         self._turn += 1
         board.leave(topic)
-        return Order(**found)
+        order = Order(**found)
+        self._switches += order.verb == "switch"
+        return order
 
     def ask(self, layout: str, *, mode: str, at: int, by: str) -> None:
         """A wish of the loop itself, which all ranks may say."""
         if self._party.rank == 0:
             self._wishes.add(layout, mode=mode, at=at, by=by)
+
+    def ask_save(self, *, by: str) -> None:
+        """The loop wishes to be saved, which all ranks may say."""
+        if self._party.rank == 0:
+            self._wishes.add_save(by=by)
+
+    def begun(self, step: int) -> None:
+        """The job begins, or goes on, at a step."""
+        self._wishes.begun(step)
 
     def answer(self, order: Order, outcome: str, message: str, switch: int | None = None) -> None:
         """Tell whoever asked what became of it."""
@@ -59,12 +77,19 @@ class Turns:
             self._wishes.answer(order, outcome, message, switch)
 
     def _choose(self, edge: int, step: int) -> Order | None:
-        """What rank 0 wants next."""
+        """What rank 0 wants next. A save waits for the one under way, and holds up nothing else meanwhile."""
+        waiting, chosen = [], None
         for order in self._wishes.due(step):
-            if (refusal := self._refuse(order)) is None:
-                return replace(order, number=self._turn, edge=edge)
-            self.answer(order, *refusal)
-        return None
+            if (refusal := self._refuse(order)) is not None:
+                self.answer(order, *refusal)
+            elif order.verb == "save" and self._saver.busy:
+                waiting.append(order)
+            else:
+                number = self._switches + 1 if order.verb == "switch" else 0
+                chosen = replace(order, turn=self._turn, number=number, edge=edge)
+                break
+        self._wishes.put_back(waiting)
+        return chosen
 
     def _refuse(self, order: Order) -> tuple[str, str] | None:
         """``(outcome, message)`` of an order that needs or allows no attempt."""
@@ -72,6 +97,8 @@ class Turns:
             return "refused", f"taken up {time.time() - order.deadline:.1f} s after its deadline; ask again"
         if order.verb == "stop":
             return None
+        if order.verb == "save":
+            return None if self._saver.on else ("refused", "this run is not saved: it has no place for checkpoints")
         try:
             target = self._read(order.layout)
         except LayoutError as error:

@@ -18,23 +18,42 @@ class Wishes:
         board: where requests are put up.
         schedule: ``{step: layout}``: first step in that layout.
         mode: of switches that do not name one.
+        every: steps between two saves; 0 for none.
     """
 
-    def __init__(self, board: Board, schedule: Mapping[int, str], mode: str) -> None:
+    def __init__(self, board: Board, schedule: Mapping[int, str], mode: str, every: int = 0) -> None:
         self._board = board
         self._schedule = dict(schedule)
+        self._every = every
+        self._saved = -1
         self._mode = mode
         self._asked: list[Order] = []
         self._seen = 0
 
     def add(self, layout: str, *, mode: str, at: int, by: str) -> None:
         """A wish of the loop itself."""
-        self._asked.append(Order(number=0, layout=layout, mode=mode or self._mode, at=at, by=by))
+        self._asked.append(Order(layout=layout, mode=mode or self._mode, at=at, by=by))
+
+    def add_save(self, *, by: str) -> None:
+        """The loop wishes to be saved."""
+        self._asked.append(Order(layout="", verb="save", by=by))
+
+    def put_back(self, orders: list[Order]) -> None:
+        """Orders that cannot begin yet: they come again at the next edge."""
+        self._asked = orders + self._asked
+
+    def begun(self, step: int) -> None:
+        """The job begins, or goes on, at a step: what was due before is not due any more."""
+        self._schedule = {at: layout for at, layout in self._schedule.items() if at > step}
+        self._saved = step
 
     def due(self, step: int) -> Iterator[Order]:
         """Take the wishes that could begin at ``step``, one by one, oldest first; take no more than can be begun."""
         for at in sorted(at for at in self._schedule if at - LEAD_STEPS <= step):
-            self._asked.append(Order(number=0, layout=self._schedule.pop(at), mode=self._mode, at=at, by="schedule"))
+            self._asked.append(Order(layout=self._schedule.pop(at), mode=self._mode, at=at, by="schedule"))
+        if self._every and (at := step - step % self._every + self._every) - LEAD_STEPS <= step and at > self._saved:
+            self._saved = at
+            self._asked.append(Order(layout="", verb="save", at=at, by="interval"))
         for number in range(self._seen, self._board.news()):
             text = self._board.read(number)
             if text is not None:
@@ -51,7 +70,6 @@ class Wishes:
     def _order_of(self, record: Mapping[str, Any], number: int) -> Order:
         arguments = record.get("arguments", {})
         return Order(
-            number=0,
             layout=arguments.get("layout", ""),
             mode=arguments.get("mode", self._mode),
             verb=record["verb"],

@@ -1,0 +1,193 @@
+"""A folder of PyTorch's distributed checkpoint (DCP) as a shelf, whoever wrote it.
+
+DCP's own load reads whole chunks and copies out of them. Here a chunk is a view of its mapped file: a rank reads the
+bytes of its boxes and no others. DCP keeps each chunk as what ``torch.save`` makes, a zip archive whose data are stored
+as they are; so a chunk's shape and strides are read from its pickle, and its data lie at a known place of the file.
+"""
+
+import io
+import math
+import mmap
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from dynatrain.execute.shelf import Stored
+from dynatrain.space.box import Box
+
+METADATA = ".metadata"
+_LOCAL_HEADER = 30
+"""Bytes of a zip member's local header before its name; the lengths of name and extra field are its last four."""
+
+
+class FolderError(ValueError):
+    """A folder that cannot be used as a checkpoint.
+
+    Attributes:
+        problems: everything that is wrong, one sentence each.
+    """
+
+    def __init__(self, what: str, problems: tuple[str, ...]) -> None:
+        self.problems = problems
+        super().__init__("\n".join((what, *(f"  - {problem}" for problem in problems))))
+
+
+class DcpFolder:
+    """What a DCP folder holds, by the keys that its writer gave.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        FolderError: it is no DCP folder, or a file that it names is missing or too short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, memoryview] = {}
+        try:
+            self._metadata: Metadata = FileSystemReader(path).read_metadata()
+        except FileNotFoundError:
+            raise FolderError(f"{path} is no checkpoint", (f"it has no {METADATA}",)) from None
+        except Exception as error:
+            raise FolderError(f"{path} cannot be used", (f"{METADATA} cannot be read: {error}",)) from error
+        if problems := tuple(self._short_files()):
+            raise FolderError(f"{path} is damaged", problems)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Global shape of every tensor."""
+        found = self._metadata.state_dict_metadata.items()
+        return {key: tuple(entry.size) for key, entry in found if isinstance(entry, TensorStorageMetadata)}
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Element type of every tensor."""
+        found = self._metadata.state_dict_metadata.items()
+        return {key: entry.properties.dtype for key, entry in found if isinstance(entry, TensorStorageMetadata)}
+
+    @cached_property
+    def objects(self) -> tuple[str, ...]:
+        """Keys of what is no tensor."""
+        return tuple(key for key in self._metadata.state_dict_metadata if key not in self.shapes)
+
+    def stored(self, key: str) -> tuple[Stored, ...]:
+        """The boxes of a tensor; their views are made when they are asked for."""
+        found = []
+        for chunk in self._metadata.state_dict_metadata[key].chunks:
+            where = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            if where.transform_descriptors:
+                raise FolderError(f"{self.path} cannot be used", (f"{key} is stored {where.transform_descriptors}",))
+            box: Box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            view = partial(self._view, key, box, where.relative_path, where.offset, where.length)
+            found.append(Stored(box, view, self.path / where.relative_path))
+        return tuple(found)
+
+    def read(self, key: str) -> Any:
+        """An object, made of plain containers, numbers, texts and tensors."""
+        where = self._metadata.storage_data[MetadataIndex(key)]
+        data = self._file(where.relative_path)[where.offset : where.offset + where.length]
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+    def _view(self, key: str, box: Box, name: str, offset: int, length: int) -> torch.Tensor:
+        file = self._file(name)
+        shape = tuple(stop - start for start, stop in box)
+        try:
+            view = _view_of(file[offset : offset + length])
+        except (zipfile.BadZipFile, pickle.UnpicklingError, StopIteration, KeyError, OSError, ValueError) as error:
+            problem = f"{key} at byte {offset} of {name} is no tensor that torch.save wrote: {error}"
+            raise FolderError(f"{self.path} is damaged", (problem,)) from error
+        if tuple(view.shape) != shape:
+            problem = f"{key} at byte {offset} of {name} has shape {tuple(view.shape)}, {METADATA} says {shape}"
+            raise FolderError(f"{self.path} is damaged", (problem,))
+        return view
+
+    def _file(self, name: str) -> memoryview:
+        if name not in self._files:
+            with (self.path / name).open("rb") as file:
+                # Private, so that views may pass for writable; nothing is written.
+                pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            self._files[name] = memoryview(pages)
+        return self._files[name]
+
+    def _short_files(self) -> Iterator[str]:
+        needed: dict[str, int] = {}
+        for where in self._metadata.storage_data.values():
+            needed[where.relative_path] = max(needed.get(where.relative_path, 0), where.offset + where.length)
+        for name, size in sorted(needed.items()):
+            file = self.path / name
+            if not file.is_file():
+                yield f"{name} is missing"
+            elif file.stat().st_size < size:
+                yield f"{name} has {file.stat().st_size} bytes of {size}"
+
+
+class _Window(io.RawIOBase):
+    """A stretch of memory as a file."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._memory)}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._memory[self._at : self._at + len(buffer)]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _view_of(archive: memoryview) -> torch.Tensor:
+    """The one tensor of what ``torch.save`` wrote, as a view of its bytes."""
+    members = zipfile.ZipFile(_Window(archive))
+    names = {Path(info.filename).name: info for info in members.infolist()}
+    dtype, offset, shape, strides = _Described(io.BytesIO(members.read(names["data.pkl"]))).load()
+    data = next(info for info in members.infolist() if Path(info.filename).parent.name == "data")
+    if data.compress_type != zipfile.ZIP_STORED:
+        raise ValueError("its data are compressed")
+    lengths = archive[data.header_offset + _LOCAL_HEADER - 4 : data.header_offset + _LOCAL_HEADER]
+    start = data.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", lengths))
+    count = data.file_size // dtype.itemsize
+    if not count or not math.prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(archive, dtype=dtype, count=count, offset=start).as_strided(shape, strides, offset)
+
+
+class _Described(pickle.Unpickler):
+    """Reads of a pickled tensor what it looks like: ``(dtype, offset, shape, strides)``; runs nothing."""
+
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda dtype, offset, shape, strides, *_: (dtype, offset, shape, strides)
+        if module == "torch" and name.endswith("Storage"):
+            return getattr(torch, name)
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return torch.UntypedStorage
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of a plain tensor")
+
+    def persistent_load(self, pid: Any) -> torch.dtype:
+        kind = pid[1]
+        dtype: torch.dtype = kind.dtype
+        return dtype

@@ -1,0 +1,78 @@
+"""Plans with files at one end: what a rank reads from a shelf, and what it writes into one.
+
+A shelf owns boxes of granules, in any cut: its files may come from another layout, another number of ranks, another
+program. So, as between ranks, the pieces of one side are cut by the boxes of the other. Reading, every rank takes what
+its new piece needs. Writing, one copy of each granule is written, and the copies take turns by the bytes that they have
+written already, so that replicas share the work.
+"""
+
+from collections.abc import Mapping
+
+from dynatrain.plan.plan import Boxes, Fetch, Granule
+from dynatrain.space.box import Box, intersect, volume
+from dynatrain.space.ownership import Ownership
+from dynatrain.space.tensor import Catalogue, State, Tensor
+
+
+def reads(catalogue: Catalogue, boxes: Boxes, new: Ownership, rank: int) -> tuple[Fetch, ...]:
+    """What ``rank`` reads so that all its pieces under ``new`` are filled."""
+    return _cut(boxes, {g: box for g, box in _pieces(catalogue, new, rank).items() if volume(box)})
+
+
+def writes(catalogue: Catalogue, boxes: Boxes, owner: Ownership, rank: int) -> tuple[Fetch, ...]:
+    """What ``rank`` writes so that all ranks together fill the shelf, each element once."""
+    return _cut(boxes, written_pieces(catalogue, owner, rank))
+
+
+def written_pieces(catalogue: Catalogue, owner: Ownership, rank: int) -> dict[Granule, Box]:
+    """The pieces that ``rank`` writes where all pieces of one copy of each granule are written."""
+    held = _pieces(catalogue, owner, rank)
+    turns = writers(catalogue, owner)
+    found = {}
+    for granule, box in held.items():
+        tensor = catalogue[granule[0]]
+        if volume(box) and _writes(tensor, tensor.states[granule[1]], owner, rank, turns[granule]):
+            found[granule] = box
+    return found
+
+
+def writers(catalogue: Catalogue, owner: Ownership) -> dict[Granule, int]:
+    """Which copy of each granule is written: the one whose ranks have least to write so far; equal on all ranks."""
+    loads: dict[tuple[tuple[int, ...], int, int], int] = {}
+    found = {}
+    for index, tensor in enumerate(catalogue):
+        copies, stages = owner.copies(tensor), owner.placements[tensor.name].stages
+        for number, state in enumerate(tensor.states):
+            options = range(1 if state.scalar else copies)
+            turn = min(options, key=lambda copy: (loads.get((stages, copies, copy), 0), copy))
+            key = stages, copies, turn
+            loads[key] = loads.get(key, 0) + tensor.nbytes(state) * copies
+            found[index, number] = turn
+    return found
+
+
+def _writes(tensor: Tensor, state: State, owner: Ownership, rank: int, turn: int) -> bool:
+    """Whether the piece of ``rank`` is of the copy whose turn it is; of a scalar, whether it is the first holder."""
+    if owner.copy_index(tensor, rank) != turn:
+        return False
+    box = owner.box(tensor, rank)
+    return not state.scalar or (box is not None and all(start == 0 for start, _ in box))
+
+
+def _pieces(catalogue: Catalogue, owner: Ownership, rank: int) -> dict[Granule, Box]:
+    found: dict[Granule, Box] = {}
+    for index, tensor in enumerate(catalogue):
+        box = owner.box(tensor, rank)
+        if box is not None:
+            found |= {(index, at): () if state.scalar else box for at, state in enumerate(tensor.states)}
+    return found
+
+
+def _cut(boxes: Boxes, pieces: Mapping[Granule, Box]) -> tuple[Fetch, ...]:
+    found = []
+    for granule, piece in pieces.items():
+        for place, box in enumerate(boxes[granule]):
+            common = intersect(piece, box)
+            if common is not None:
+                found.append(Fetch(granule, common, place))
+    return tuple(found)

@@ -1,0 +1,150 @@
+"""A live world filled from files: the plan says what each rank reads, the judge that it is everything, once."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dynatrain.execute.dcp_folder import DcpFolder, FolderError
+from dynatrain.execute.shelf import Shelf, boxes_of, read_into
+from dynatrain.judge.shelves import judge_reads, judge_shelf
+from dynatrain.observe.checkpoints import MANIFEST, CheckpointError, Manifest, damaged
+from dynatrain.plan.shelves import reads
+from dynatrain.space.box import volume, whole
+from dynatrain.train.agreement import exchange, objection_of
+from dynatrain.train.keys import STATE, flat, granule_path, streams_path
+from dynatrain.train.party import Party
+from dynatrain.train.states import Leaf, replace_leaves
+from dynatrain.train.streams import Streams
+from dynatrain.train.world import World
+
+Rename = Callable[[str], str]
+"""From the key that a state has in our checkpoints to the one that it has in somebody else's."""
+
+
+def load(party: Party, world: World, path: Path, topic: str, rename: Rename | None = None) -> int:
+    """Fill everything that ``world`` holds from a checkpoint, in whatever layout that was written. On all ranks.
+
+    Every rank reads its own boxes, and nothing is written before all ranks have found everything that they need.
+
+    Args:
+        party: this rank.
+        world: bound; its tensors, optimizer state and registered objects are overwritten in place.
+        path: a checkpoint of ours, or a DCP folder of somebody else's, which has tensors only.
+        topic: of the questions to the other ranks; never used before.
+        rename: for somebody else's folder.
+
+    Returns:
+        The step that comes next; 0 for somebody else's folder.
+
+    Raises:
+        SwitchAbortedError: it cannot be loaded: what is missing, what is left over, what is damaged; on all ranks.
+    """
+    objection, found = None, None
+    try:
+        found = _Found(party, world, path, rename)
+    except Exception as problem:  # noqa: BLE001 - told to all ranks
+        objection = objection_of(problem)
+    exchange(party.board, topic, party.rank, payload=None, objection=objection, timeout=party.patience)
+    assert found is not None
+    found.fill()
+    exchange(party.board, f"{topic}/filled", party.rank, payload=None, timeout=party.patience)
+    return found.step
+
+
+class _Found:
+    """What a checkpoint holds for one rank, looked through before anything is changed."""
+
+    def __init__(self, party: Party, world: World, path: Path, rename: Rename | None) -> None:
+        self._party = party
+        self._world = world
+        self._folder = DcpFolder(path)
+        self._manifest = Manifest.read(path) if (path / MANIFEST).exists() else None
+        if self._manifest is not None:
+            mine = self._manifest.files[party.rank :: party.world_size]
+            if problems := damaged(path, mine):
+                raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}")
+        self._account = self._folder.read(flat(STATE)) if flat(STATE) in self._folder.objects else None
+        self._shelf = _shelf(world, self._folder, rename or (lambda key: key))
+        self._match_objects()
+        assert world.ownership is not None
+        boxes = boxes_of(self._shelf, world.catalogue)
+        self._fetches = reads(world.catalogue, boxes, world.ownership, party.rank)
+        problems = judge_reads(world.catalogue, boxes, world.ownership, party.rank, self._fetches)
+        if party.rank == 0:
+            problems += judge_shelf(world.catalogue, boxes)
+        if problems:
+            raise FolderError(f"{path} cannot be loaded", problems)
+
+    @property
+    def step(self) -> int:
+        """The step that comes next."""
+        return int(self._account["step"]) if self._account else 0
+
+    def fill(self) -> None:
+        """Overwrite everything."""
+        party, world = self._party, self._world
+        read_into(world.pieces(party.rank, party.device), self._shelf, world.catalogue, self._fetches)
+        if self._account is None:
+            return
+        held = world.object_leaves()
+        for label, thing in world.objects.items():
+            live: list[Leaf] = held.get(label, [])
+            thing.load_state_dict(replace_leaves(self._account["objects"][label], [], live))
+        for number, group in enumerate(world.optimizer.param_groups):
+            kept = ("params", "foreach", "fused")  # how to compute, which is this layout's business
+            for key in group.keys() - set(kept):
+                if (saved := flat(("optim", "param_groups", number, key))) in self._folder.objects:
+                    group[key] = self._folder.read(saved)
+        if (streams := flat(streams_path(party.rank))) in self._folder.objects:
+            Streams.of(self._folder.read(streams)).restore(party.device)
+
+    def _match_objects(self) -> None:
+        if self._account is None:
+            return
+        saved, here = self._account["objects"].keys(), self._world.objects.keys()
+        problems = [f"it has {label}, which is not registered here" for label in sorted(saved - here)]
+        problems += [f"it has no {label}, which is registered here" for label in sorted(here - saved)]
+        groups = {key.split(".")[2] for key in self._folder.objects if key.startswith("optim.param_groups.")}
+        if len(groups) != len(self._world.optimizer.param_groups):
+            problems.append(
+                f"it has {len(groups)} parameter groups, the optimizer here {len(self._world.optimizer.param_groups)}"
+            )
+        if problems:
+            raise FolderError(f"{self._folder.path} cannot be loaded", tuple(problems))
+
+
+def _shelf(world: World, folder: DcpFolder, rename: Rename) -> Shelf:
+    """The folder's tensors under our names.
+
+    Raises:
+        FolderError: what is missing here or there, and what has another shape or another kind of element, by name.
+    """
+    found, problems, used = {}, [], set()
+    for tensor in world.catalogue:
+        for number, state in enumerate(tensor.states):
+            ours = flat(granule_path(tensor.name, state.name, first=number == 0, forms=world.forms))
+            key = next((key for key in _spellings(rename(ours)) if key in folder.shapes), "")
+            shape = tensor.state_shape(state)
+            if not key:
+                if volume(whole(shape)):
+                    problems.append(f"it has no {rename(ours)}")
+            elif folder.shapes[key] != shape:
+                problems.append(f"{key} has shape {folder.shapes[key]}, here it is {shape}")
+            elif folder.dtypes[key].is_floating_point != getattr(torch, state.dtype).is_floating_point:
+                problems.append(f"{key} is {folder.dtypes[key]}, here it is {state.dtype}")
+            else:
+                used.add(key)
+                found[tensor.name, state.name] = folder.stored(key)
+    problems += [f"it has {key}, which nothing here takes" for key in folder.shapes if key not in used]
+    if problems:
+        raise FolderError(f"{folder.path} cannot be loaded", tuple(problems))
+    return found
+
+
+def _spellings(key: str) -> tuple[str, ...]:
+    """How others may spell a key: models at the top, optimizers in full."""
+    head, _, rest = key.partition(".")
+    if head == "model":
+        return key, rest
+    return (key, f"optimizer.{rest}", rest) if head == "optim" else (key,)

@@ -1,0 +1,120 @@
+"""The saves of one job, one at a time: begun at a step edge, ended in the background."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dynatrain.observe.checkpoints import checkpoint_name, usable
+from dynatrain.train.order import Order
+from dynatrain.train.party import Party
+from dynatrain.train.saving import Saves, Saving
+from dynatrain.train.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """How a save has ended.
+
+    Attributes:
+        step: that was saved.
+        outcome: ``done``, ``unchanged`` (it was there already) or ``failed``.
+        message: the folder, or why not.
+        order: who asked.
+    """
+
+    step: int
+    outcome: str
+    message: str
+    order: Order | None
+
+
+def _quiet(_saved: Saved) -> None:
+    return
+
+
+class Saver:
+    """Saves the worlds of one job.
+
+    Args:
+        party: this rank.
+        saves: how; None where the job is never saved.
+        ended: told of every save that has ended.
+
+    Attributes:
+        last: how the last save has ended; None before the first.
+    """
+
+    def __init__(self, party: Party, saves: Saves | None, ended: Callable[[Saved], None] = _quiet) -> None:
+        self._party = party
+        self._saves = saves
+        self._ended = ended
+        self._under_way: Saving | None = None
+        self._order: Order | None = None
+        self._number = 0
+        self.last: Saved | None = None
+
+    @property
+    def on(self) -> bool:
+        """Whether the job is saved at all."""
+        return self._saves is not None
+
+    @property
+    def every(self) -> int:
+        """Steps between two saves; 0 for none by themselves."""
+        return self._saves.every if self._saves else 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way; to be asked after :meth:`look`."""
+        return self._under_way is not None
+
+    def begin(self, world: World, step: int, order: Order | None) -> None:
+        """Begin to save; on all ranks at the same edge, and not while one is under way."""
+        assert self._saves is not None
+        assert self._under_way is None
+        folder = self._saves.root / checkpoint_name(step)
+        self._order = order
+        # Equal on all ranks: what is there was complete before, and no save is under way.
+        if usable(folder):
+            self._end(Saved(step=step, outcome="unchanged", message=str(folder), order=order))
+            return
+        self._number += 1
+        self._under_way = Saving(self._party, self._saves, world, step, folder, self._number)
+        self._under_way.start()
+
+    def save_now(self, world: World, step: int) -> str:
+        """Save, while nothing is under way, and wait for it; what became of it, empty where the job is not saved."""
+        if self._saves is None:
+            return ""
+        self.begin(world, step, None)
+        self.finish()
+        assert self.last is not None
+        how = "not saved: " if self.last.outcome == "failed" else "saved in "
+        return how + self.last.message
+
+    def before_a_write(self) -> None:
+        """Return when nothing that is about to be written is still to be copied."""
+        if self._under_way is not None:
+            self._under_way.wait_copied()
+
+    def look(self) -> None:
+        """Take note of a save that has ended."""
+        if self._under_way is not None and self._under_way.done:
+            self._note(self._under_way)
+
+    def finish(self) -> None:
+        """Wait for the save that is under way."""
+        if self._under_way is not None:
+            assert self._saves is not None
+            self._under_way.join(2 * self._saves.deadline)
+            self._note(self._under_way)
+
+    def _note(self, saving: Saving) -> None:
+        assert self._saves is not None
+        self._under_way = None
+        outcome = "failed" if saving.problem else "done"
+        message = saving.problem or str(self._saves.root / checkpoint_name(saving.step))
+        self._end(Saved(step=saving.step, outcome=outcome, message=message, order=self._order))
+
+    def _end(self, saved: Saved) -> None:
+        self.last = saved
+        self._ended(saved)

@@ -1,0 +1,282 @@
+"""One save as one rank takes part in it: a snapshot beside a step, then files in the background, then one rename.
+
+Nothing here stops training: whatever goes wrong ends the save alone, on all ranks with the same reason. Ranks agree
+over the board, never by a collective.
+"""
+
+import io
+import shutil
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dynatrain
+from dynatrain.execute.dcp_folder import METADATA
+from dynatrain.execute.dcp_save import Chunk, write_chunks, write_metadata
+from dynatrain.layout.text import print_layout
+from dynatrain.observe.checkpoints import SCHEMA, File, Manifest, complete, partial_folder, prune
+from dynatrain.plan.shelves import written_pieces
+from dynatrain.train.agreement import Objection, SwitchAbortedError, exchange, objection_of
+from dynatrain.train.keys import STATE, Place, flat, granule_paths, group_paths, streams_path
+from dynatrain.train.party import Party
+from dynatrain.train.registered import snapshot
+from dynatrain.train.snapshot import Snapshot
+from dynatrain.train.states import leaves, replace_leaves
+from dynatrain.train.streams import Streams
+from dynatrain.train.world import World, is_scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saves:
+    """How a job is saved.
+
+    Attributes:
+        root: where checkpoints are; on a disk that all ranks share.
+        run_id: of the run.
+        every: steps between two saves; 0 for none by themselves.
+        keep_last: checkpoints that stay.
+        budget: bytes of a rank's snapshot that may wait for the disk; 0 for no bound.
+        deadline: seconds that a save may take.
+    """
+
+    root: Path
+    run_id: str = ""
+    every: int = 0
+    keep_last: int = 2
+    budget: int = 0
+    deadline: float = 600.0
+
+
+class Saving:
+    """See the module's text.
+
+    Args:
+        party: this rank.
+        saves: how.
+        world: what is saved, as it is now: at a step edge.
+        step: the next step.
+        folder: of the checkpoint to come.
+        number: of the save, for its questions.
+    """
+
+    def __init__(self, party: Party, saves: Saves, world: World, step: int, folder: Path, number: int) -> None:
+        self._party = party
+        self._saves = saves
+        self._folder = folder
+        self._topic = f"c{number}"
+        self._rank = party.rank
+        self._begin_with = _Small.of(party, world, step)
+        self._snapshot, self._chunks = _chunks(party, saves, world)
+        self._thread = threading.Thread(target=self._run, name=f"save-{number}", daemon=True)
+        self.step = step
+        self.problem = ""
+
+    def start(self) -> None:
+        """Begin."""
+        self._snapshot.start()
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait_copied(self) -> None:
+        """Before anything writes what is saved. Gives the save up where the copies cannot be had in time."""
+        if not self._snapshot.wait_copied(self._party.deadline):
+            self._snapshot.give_up(f"the disk is too slow: the snapshot took more than {self._party.deadline:g} s")
+
+    def join(self, seconds: float) -> None:
+        """Wait for its end, at most that long."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            self._save()
+        except SwitchAbortedError as abort:
+            self.problem = str(abort)
+        except Exception as error:  # noqa: BLE001 - a save never ends a run
+            self.problem = f"{type(error).__name__}: {error}"
+        if self.problem:
+            self._snapshot.give_up(self.problem)
+            if self._rank == 0:
+                shutil.rmtree(partial_folder(self._folder), ignore_errors=True)
+
+    def _save(self) -> None:
+        partial = partial_folder(self._folder)
+        objection, told = None, None
+        try:
+            if self._rank == 0:
+                self._begin_with.require_readable()
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+        except Exception as problem:  # noqa: BLE001 - told to all ranks
+            objection = objection_of(problem)
+        names = self._ask("begin", [group["params"] for group in self._begin_with.groups], objection)
+        groups = _merged(self._begin_with.groups, names)
+        objection = None
+        try:
+            objects = self._begin_with.objects(groups)
+            told = [write_chunks(partial, self._rank, self._chunks, {flat(place): v for place, v in objects.items()})]
+            told += [[file.name, file.size, file.xxh3] for file in _files(partial, f"__{self._rank}_")]
+        except Exception as problem:  # noqa: BLE001 - told to all ranks
+            objection = objection_of(problem)
+        everyone = self._ask("written", told, objection)
+        objection = None
+        if self._rank == 0:
+            try:
+                self._complete(partial, everyone, groups)
+            except Exception as problem:  # noqa: BLE001 - told to all ranks
+                objection = objection_of(problem)
+        self._ask("complete", None, objection)
+
+    def _complete(self, partial: Path, everyone: list[Any], groups: list[dict[str, Any]]) -> None:
+        files = [File(*file) for _, *named in everyone for file in named]
+        if unseen := [file.name for file in files if not (partial / file.name).is_file()]:
+            raise FileNotFoundError(
+                f"{', '.join(unseen)} cannot be seen from rank 0: all ranks must share the disk of {self._saves.root}"
+            )
+        places = self._begin_with.places | {flat(place): place for place in group_paths(groups)}
+        places |= {flat(streams_path(rank)): streams_path(rank) for rank in self._party.everyone}
+        write_metadata(partial, [text for text, *_ in everyone], places)
+        complete(partial, self._folder, self._begin_with.manifest(self._saves, [*files, File.of(partial / METADATA)]))
+        prune(self._saves.root, self._saves.keep_last)
+
+    def _ask(self, what: str, payload: Any, objection: Objection | None) -> list[Any]:
+        party, topic = self._party, f"{self._topic}/{what}"
+        wait = self._saves.deadline
+        return exchange(party.board, topic, party.rank, payload=payload, objection=objection, timeout=wait).in_order()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Small:
+    """What is no large tensor, as it was at the step edge.
+
+    Attributes:
+        step: the next step.
+        layout: as text.
+        rank: this rank.
+        common: what registered objects hold in common, by label.
+        groups: options of the optimizer's parameter groups; ``params`` are names of this rank's.
+        streams: random streams of this rank.
+        places: where every state stands, by key.
+        states: names of states.
+        world_size: ranks.
+    """
+
+    step: int
+    layout: str
+    rank: int
+    common: dict[str, Any]
+    groups: list[dict[str, Any]]
+    streams: dict[str, Any]
+    places: dict[str, Place]
+    states: tuple[str, ...]
+    world_size: int
+    versions: dict[str, str] = field(
+        default_factory=lambda: {"dynatrain": dynatrain.__version__, "torch": torch.__version__}
+    )
+
+    @classmethod
+    def of(cls, party: Party, world: World, step: int) -> "_Small":
+        names = {id(entry.value): name for name, entry in world.found.items()}
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            | {"params": [names[id(param)] for param in group["params"]]}
+            for group in world.optimizer.param_groups
+        ]
+        kinds = dict.fromkeys(state.name for tensor in world.catalogue for state in tensor.states)
+        places: dict[str, Place] = {flat(place): place for _, place in granule_paths(world)}
+        return cls(
+            step=step,
+            layout=print_layout(world.layout),
+            rank=party.rank,
+            common={label: _common(label, thing, world) for label, thing in world.objects.items()},
+            groups=groups,
+            streams=Streams.read(party.device).state(),
+            places=places | {flat(STATE): STATE},
+            states=tuple(kinds),
+            world_size=party.world_size,
+        )
+
+    def objects(self, groups: list[dict[str, Any]]) -> dict[Place, Any]:
+        """What this rank's file holds beside tensors."""
+        found: dict[Place, Any] = {streams_path(self.rank): self.streams}
+        if self.rank == 0:
+            account = {"schema": SCHEMA, "step": self.step, "layout": self.layout, "objects": self.common}
+            found |= {STATE: account} | group_paths(groups)
+        return found
+
+    def require_readable(self) -> None:
+        """Refuse common state that could be written and not read back: reading runs no code of a pickle's.
+
+        Raises:
+            ValueError: whose it is.
+        """
+        for label, state in self.common.items():
+            buffer = io.BytesIO()
+            torch.save(state, buffer)
+            buffer.seek(0)
+            try:
+                torch.load(buffer, weights_only=True)
+            except Exception as error:
+                raise ValueError(
+                    f"the state of {label} could not be read back; keep to numbers, texts, tensors and containers of "
+                    f"them: {str(error).splitlines()[0]}"
+                ) from error
+
+    def manifest(self, saves: Saves, files: list[File]) -> Manifest:
+        """The manifest of the whole checkpoint."""
+        return Manifest(
+            schema=SCHEMA,
+            run_id=saves.run_id,
+            step=self.step,
+            layout=self.layout,
+            world_size=self.world_size,
+            states=self.states,
+            objects=tuple(self.common),
+            files=tuple(files),
+            versions=self.versions,
+        )
+
+
+def _common(label: str, thing: Any, world: World) -> dict[str, Any]:
+    """A copy of what a registered object holds beside its leaves."""
+    state = thing.state_dict()
+    held = [] if is_scheduler(thing) else leaves(label, state, world.found)
+    return snapshot(replace_leaves(state, held, []), ())
+
+
+def _chunks(party: Party, saves: Saves, world: World) -> tuple[Snapshot, list[Chunk]]:
+    """What this rank writes, and the snapshot that it comes from."""
+    assert world.ownership is not None
+    pieces = world.pieces(party.rank, party.device)
+    mine = written_pieces(world.catalogue, world.ownership, party.rank)
+    keys = {granule: flat(place) for granule, place in granule_paths(world) if granule in mine}
+    tensors = {}
+    for granule, key in keys.items():
+        state = world.catalogue[granule[0]].states[granule[1]]
+        value = pieces[granule].tensor
+        # What a forward may write, or code between two optimizer steps, is copied at once.
+        early = state.name == "buffer" or state.name in world.forms
+        tensors[key] = value.clone() if early else value
+    copies = Snapshot(tensors, saves.budget)
+    chunks = []
+    for granule, key in keys.items():
+        tensor, piece = world.catalogue[granule[0]], pieces[granule]
+        shape = tensor.state_shape(tensor.states[granule[1]])
+        chunks.append(Chunk(key, shape, piece.tensor.dtype, piece.box, lambda key=key: copies.take(key)))
+    return copies, chunks
+
+
+def _merged(groups: list[dict[str, Any]], told: list[list[list[str]]]) -> list[dict[str, Any]]:
+    """Parameter groups with the names of all ranks' parameters, each once."""
+    names = [dict.fromkeys(name for names in of_rank for name in names) for of_rank in zip(*told, strict=True)]
+    return [group | {"params": list(its)} for group, its in zip(groups, names, strict=True)]
+
+
+def _files(folder: Path, prefix: str) -> list[File]:
+    return [File.of(path) for path in sorted(folder.iterdir()) if path.name.startswith(prefix)]
