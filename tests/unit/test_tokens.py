@@ -192,7 +192,7 @@ def test_bytes_without_held_out_documents(run, corpus):
     assert prepared.vocab_size == 257
     assert prepared.documents == (12, 0)
     assert len(open_samples(run, 16).tokens) == prepared.tokens[0]
-    with pytest.raises(DataError, match="data.validation = 0 holds out no document"):
+    with pytest.raises(DataError, match=r"data\.validation = 0 holds out no document"):
         open_validation(run, 16)
 
 
