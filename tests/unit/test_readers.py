@@ -1,44 +1,14 @@
 """Parquet and WebDataset tar: what is read, in which order, and what is refused."""
 
 import builtins
-import functools
 import io
 import json
-import multiprocessing
-import os
 import tarfile
-import traceback
 
 import pytest
+from tests.apart import apart
 
 from dynatrain.data.corpus import DataError, read_documents, split
-
-
-def apart(test):
-    """A test in a forked child: importing pyarrow starts threads, which must not stay where other tests fork."""
-
-    @functools.wraps(test)
-    def body(*args, **given):
-        context = multiprocessing.get_context("fork")
-        ours, theirs = context.Pipe(duplex=False)
-
-        def child():
-            try:
-                test(*args, **given)
-                theirs.send("")
-            except BaseException:  # noqa: BLE001 - told to the parent
-                theirs.send(traceback.format_exc())
-            os._exit(0)
-
-        process = context.Process(target=child)
-        process.start()
-        said = ours.recv() if ours.poll(60) else "nothing was said in 60 s"
-        process.kill()
-        process.join()
-        if said:
-            pytest.fail(said)
-
-    return body
 
 
 def parquet(path, columns, **options):
