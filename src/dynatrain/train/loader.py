@@ -177,7 +177,9 @@ class StreamLoader(_Cursor):
 
     Args:
         source: gives single items (``StatefulDataLoader(..., batch_size=None)``), the same on all ranks: neither cut
-            by rank nor shuffled by a seed of the rank.
+            by rank nor shuffled by a seed of the rank. Let it shuffle by a sampler with a generator of its own
+            (torchdata's ``RandomSampler``): with ``shuffle=True, generator=...`` torchdata 0.11 draws from it at each
+            start too, and the epoch after a switch has another order.
         global_batch: items of one step; a multiple of the data ranks of every layout.
         collate: makes a batch of a list of items.
 
