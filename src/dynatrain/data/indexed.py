@@ -38,7 +38,7 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Indexed:
-    """One pair of files, mapped: only pages that are asked for are read.
+    """One pair of files. The index is read; tokens are mapped: only pages that are asked for are read.
 
     Attributes:
         path: the ``.bin``.
