@@ -11,6 +11,9 @@ def test_the_demo_learns_across_eight_certified_switches_in_less_than_120_s(tmp_
     record = said.record
     assert record["steps"] == 108
     assert record["last_loss"] < record["first_loss"] - 1.5
+    assert record["validation_loss"] < record["first_loss"] - 1.5
+    status = dynatrain("status", record["run"], cwd=tmp_path).out
+    assert f"validation after 108 steps: loss {record['validation_loss']:#.6g}" in status
     switches = record["switches"]
     assert [one["outcome"] for one in switches] == ["committed"] * 8
     assert all(one["digest"]["equal"] for one in switches)

@@ -84,6 +84,19 @@ MISTAKES = {
     "illegal switch": (["train", "switch.toml"], ["switch.0.layout", "tp3", "nearest legal: "]),
     "missing data": (["train", "good.toml", "--data.paths=['nosuch']"], ["nosuch", "does not exist"]),
     "empty data": (["train", "good.toml", "--data.paths=['empty']"], ["empty"]),
+    "too little data": (
+        ["train", "good.toml", "--data.paths=['little']", "--data.tokenizer=bytes"],
+        ["tokens_train.npy has 12 tokens", "give more text, or sequence at most 11"],
+    ),
+    "too little data to validate on": (
+        ["train", "good.toml", "--data.paths=['uneven']", "--data.tokenizer=bytes", "--validation.every=5"],
+        ["tokens_validation.npy has 12 tokens"],
+    ),
+    "nothing to validate on": (
+        ["train", "good.toml", "--validation.every=5", "--data.validation=0"],
+        ["validation.every = 5", "nearest: data.validation = 0.05, or validation.every = 0"],
+    ),
+    "tokens beside text": (["train", "good.toml", "--data.paths=['a.bin','little']"], ["a.bin and a.idx", "all text"]),
     "unwritable run folder": (["train", "good.toml", "--run", "/proc/nosuch/run"], ["/proc/nosuch/run", "cannot be"]),
     "a run of that name": (["train", "good.toml", "--run", "old"], ["runs/old", "resume", "--run old-2"]),
     "a run of that name, fresh": (["train", "good.toml", "--run", "old", "--fresh"], ["runs/old", "--run old-2"]),
@@ -104,6 +117,10 @@ def place(tmp_path_factory):
     (folder / "typo.toml").write_text("stps = 3\n")
     (folder / "switch.toml").write_text("layout = 'dp2'\nsteps = 20\n[[switch]]\nstep = 4\nlayout = 'tp3'\n")
     (folder / "empty").mkdir()
+    for name, longest in (("little", 1), ("uneven", 100)):
+        (folder / name).mkdir()
+        (folder / name / "a.txt").write_text("hello world" * longest)
+        (folder / name / "b.txt").write_text("hello world")
     run = folder / "runs" / "old"
     for name in ("logs", "requests", "switches"):
         (run / name).mkdir(parents=True)

@@ -77,6 +77,11 @@ def test_everything_that_does_not_fit_is_reported_at_once():
     assert len(refusals("--layout=tp8", "--world.size=2", "--batch.micro_sequences=5", switches)) == 7
 
 
+def test_of_tokens_that_are_there_no_vocabulary_is_made():
+    assert refusals("--data.vocab_size=9000")
+    assert checked("--data.vocab_size=9000", "--data.paths=['x.bin']").shape == PRESETS["tiny"]
+
+
 def test_a_model_without_room_for_bytes_is_refused(tmp_path):
     config = PRESETS["tiny"].to_config() | {"vocab_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(config))

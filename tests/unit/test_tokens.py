@@ -9,7 +9,7 @@ import pytest
 
 from dynatrain.data import prepare as preparing
 from dynatrain.data.corpus import DataError
-from dynatrain.data.prepare import Request, open_samples, prepare
+from dynatrain.data.prepare import Request, open_samples, open_validation, prepare
 from dynatrain.data.samples import Samples, write_tokens
 from dynatrain.data.tokenizer import END, byte_tokenizer, encode, load_tokenizer, train_bpe
 
@@ -112,14 +112,13 @@ def test_tokens_are_kept_in_the_narrowest_type_and_mapped(tmp_path, vocab_size, 
     assert os.listdir(tmp_path) == ["t.npy"]  # noqa: PTH208
 
 
-def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
-    def save(file, _):
-        file.write(b"half")
+def test_a_failed_write_leaves_nothing(tmp_path):
+    def texts():
+        yield np.arange(5, dtype=np.uint32)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(np, "save", save)
     with pytest.raises(OSError, match="No space"):
-        write_tokens(tmp_path / "t.npy", [np.arange(5, dtype=np.uint32)], 300)
+        write_tokens(tmp_path / "t.npy", texts(), 300)
     assert not list(tmp_path.iterdir())
 
 
@@ -165,7 +164,7 @@ def test_preparing_is_done_once(run, corpus):
     assert {path.name for path in run.iterdir()} == {
         "tokenizer.json", "data.json", "tokens_train.npy", "tokens_validation.npy"
     }  # fmt: skip
-    train, held_out = open_samples(run, 16)
+    train, held_out = open_samples(run, 16), open_validation(run, 16)
     assert (len(train.tokens), len(held_out.tokens)) == prepared.tokens
     text = load_tokenizer(run / "tokenizer.json").decode(train.tokens[:400].tolist())
     assert "says hello to the world" in text
@@ -184,7 +183,7 @@ def test_an_interrupted_preparation_is_done_again_with_the_tokenizer_that_is_the
 
     assert prepare(request, run) == prepared
     assert (run / "tokenizer.json").stat().st_mtime_ns == tokenizer
-    assert len(open_samples(run, 16)[0].tokens) == prepared.tokens[0]
+    assert len(open_samples(run, 16).tokens) == prepared.tokens[0]
 
 
 def test_bytes_without_held_out_documents(run, corpus):
@@ -192,7 +191,9 @@ def test_bytes_without_held_out_documents(run, corpus):
 
     assert prepared.vocab_size == 257
     assert prepared.documents == (12, 0)
-    assert open_samples(run, 16)[1] is None
+    assert len(open_samples(run, 16).tokens) == prepared.tokens[0]
+    with pytest.raises(DataError, match=r"data\.validation = 0 holds out no document"):
+        open_validation(run, 16)
 
 
 def test_a_folder_of_other_settings_is_refused_with_the_difference(run, corpus):

@@ -111,6 +111,11 @@ def step_text(record: dict[str, Any], steps: int) -> str:
     )
 
 
+def validation_text(record: dict[str, Any]) -> str:
+    """One validation in a line, to as many digits as all layouts share."""
+    return f"validation after {record['step'] + 1} steps: loss {record['loss']:#.6g}"
+
+
 class Follower:
     """Shows what a run's files tell, as they grow.
 
@@ -133,7 +138,7 @@ class Follower:
             if record["kind"] == "switch" and record["phase"] in {"committed", "aborted", "failed"}:
                 self._view.line(self._switched(record))
             elif record["kind"] == "validation":
-                self._view.line(f"validation after {record['step'] + 1} steps: loss {record['loss']:.4f}")
+                self._view.line(validation_text(record))
             elif record["kind"] == "step":
                 self._recent.append(record["seconds"])
                 self._view.step(record, self._eta(record["step"]))

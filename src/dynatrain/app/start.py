@@ -11,7 +11,8 @@ from dynatrain.cluster.launch import run_agent
 from dynatrain.cluster.place import place_from
 from dynatrain.config.run import RunConfig
 from dynatrain.config.toml import to_toml
-from dynatrain.data.prepare import Request, prepare
+from dynatrain.data.corpus import already_tokenised
+from dynatrain.data.prepare import Request, open_samples, open_validation, prepare
 from dynatrain.observe.run import RunFolder
 from dynatrain.observe.versions import environment, require_tested, versions
 from dynatrain.space.presets import PRESETS
@@ -94,13 +95,17 @@ def _make(checked: CheckedRun, path: Path) -> RunFolder:
     run = RunFolder.create(path, config=to_toml(config), environment=environment())
     request = Request(
         paths=config.data.paths,
+        text_column=config.data.text_column,
         tokenizer=config.data.tokenizer,
-        vocab_size=config.data.vocab_size,
+        vocab_size=checked.shape.vocab_size if already_tokenised(config.data.paths) else config.data.vocab_size,
         validation=config.data.validation,
         seed=config.seed,
     )
     try:
         prepare(request, run.path)
+        open_samples(run.path, config.data.sequence)
+        if config.validation.every:
+            open_validation(run.path, config.data.sequence)
     except BaseException:
         shutil.rmtree(run.path)
         raise

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from dynatrain.app.output import emit, say
+from dynatrain.app.progress import validation_text
 from dynatrain.app.runs import Progress, certificates
 from dynatrain.app.switches import switch_table
 from dynatrain.observe.run import RunFolder
@@ -32,7 +33,7 @@ def _lines(run: RunFolder, code: int) -> Iterator[str]:
         first, last = progress.lines[0], progress.lines[-1]
         yield f"loss {first['loss']:.4f} in the first step, {last['loss']:.4f} after {last['step'] + 1} steps"
     if progress.validation:
-        yield f"validation loss {progress.validation[-1]['loss']:.4f}"
+        yield validation_text(progress.validation[-1])
     name = run.path if run.path.parent.name != "runs" else run.name
     if code == 0:
         yield f"check it:  dynatrain check {name}"

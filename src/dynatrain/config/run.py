@@ -38,11 +38,14 @@ class Data(Section):
     """What it is trained on."""
 
     paths: tuple[str, ...] = ()
-    """Files (.txt, .py, .jsonl) and folders of them; empty for the Python standard library's own sources."""
+    """Files of text (.txt, .py, .jsonl, .parquet, WebDataset .tar) and folders of them, or Megatron's .bin or .idx with
+    tokens; empty for the Python standard library's own sources."""
+    text_column: str = "text"
+    """Where the text is: a column of .parquet, a key of the objects in .jsonl and of a .tar's .json members."""
     tokenizer: Literal["bpe", "bytes"] = "bpe"
-    """Byte-level BPE, trained on the documents at the first start, or one token per byte."""
+    """Byte-level BPE, trained on the documents at the first start, or one token per byte; unused with .bin and .idx."""
     vocab_size: Annotated[int, Field(ge=257)] = 4096
-    """Entries of the BPE vocabulary; unused with bytes."""
+    """Entries of the BPE vocabulary; unused with bytes, and with .bin and .idx, whose tokens the model must know."""
     sequence: Annotated[int, Field(ge=2)] = 256
     """Tokens of one sequence."""
     validation: BelowOne = 0.05
@@ -93,6 +96,15 @@ class Pipeline(Section):
     """One forward, one backward in turn; or all forwards, then all backwards."""
 
 
+class Validation(Section):
+    """The loss on held-out documents (data.validation), at intervals, in whatever layout is there."""
+
+    every: WholeNumber = 0
+    """Steps between two validations; 0 for none."""
+    batches: Count = 4
+    """Global batches of one validation, at most; always the same samples, each once."""
+
+
 class Switching(Section):
     """How a change of layout is carried out."""
 
@@ -131,6 +143,7 @@ class RunConfig(Section):
     optimizer: Optimizer = Optimizer()
     precision: Precision = Precision()
     pipeline: Pipeline = Pipeline()
+    validation: Validation = Validation()
     switching: Switching = Switching()
     switch: tuple[Switch, ...] = ()
     """Scheduled changes of layout, in the order of their steps."""

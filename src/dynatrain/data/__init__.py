@@ -1,1 +1,1 @@
-"""Documents to numbered samples; the order is a function of (seed, step) alone. No torch."""
+"""Documents, as text or tokens, to numbered samples; the order is a function of (seed, step) alone. No torch."""

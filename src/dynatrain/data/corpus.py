@@ -1,21 +1,22 @@
 """Documents: named texts, read in one agreed order, and their split into training and validation.
 
 The default corpus is the Python standard library's own sources on the user's machine: real text, no download. Otherwise
-it is any mix of files (``.txt``, ``.py``: one document each; ``.jsonl``: one document per line, under ``text``) and of
-folders of them. A document is named by its path relative to the folder that all given paths share, so that its name,
-and with it its side of the split, does not depend on where the corpus lies or on what else is in it.
+it is any mix of files of the kinds of :mod:`dynatrain.data.readers` and of folders of them. A document is named by its
+path relative to the folder that all given paths share, so that its name, and with it its side of the split, does not
+depend on where the corpus lies or on what else is in it.
 """
 
 import hashlib
-import json
 import os
 import sysconfig
-import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SUFFIXES = (".txt", ".py", ".jsonl")
+from dynatrain.data.readers import SUFFIXES, UnreadableError, texts_in
+
+TOKENISED = (".bin", ".idx")
+"""The two files of a corpus that is tokenised already."""
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 """Tests hold deliberately broken text; installed packages are not the standard library."""
 _SHOWN = 10
@@ -40,7 +41,8 @@ class Document:
     """One text.
 
     Attributes:
-        name: relative path with forward slashes; lines of a ``.jsonl`` file have ``#`` and their number behind it.
+        name: relative path with forward slashes; texts of a file that holds many have ``#`` and their number (``.tar``:
+            their key) behind it.
         text: not empty.
     """
 
@@ -48,12 +50,18 @@ class Document:
     text: str
 
 
-def read_documents(paths: tuple[str, ...]) -> tuple[Document, ...]:
-    """All documents of a corpus, ordered by name of file (then by line). Empty ones are left out.
+def already_tokenised(paths: tuple[str, ...]) -> bool:
+    """Whether a corpus is tokens (:mod:`dynatrain.data.indexed`) and not text; looks at names alone."""
+    return any(Path(path).suffix in TOKENISED for path in paths)
+
+
+def read_documents(paths: tuple[str, ...], column: str = "text") -> tuple[Document, ...]:
+    """All documents of a corpus, ordered by name of file (then as they stand in it). Empty ones are left out.
 
     Args:
         paths: files and folders; empty for the Python standard library's sources. Folders are read to the bottom,
             hidden folders and links to folders left out.
+        column: name under which rows and records have their text.
 
     Raises:
         DataError: a path that is missing, of another kind, or not readable as text; no document at all.
@@ -62,8 +70,9 @@ def read_documents(paths: tuple[str, ...]) -> tuple[Document, ...]:
     documents: list[Document] = []
     for name, file in _files(paths, problems):
         try:
-            documents += _documents_in(name, file)
-        except (OSError, UnicodeDecodeError, SyntaxError, _NoTextError) as error:
+            found = texts_in(file, column)
+            documents += (Document(name=name + place, text=text) for place, text in found if text.strip())
+        except (OSError, UnicodeDecodeError, SyntaxError, UnreadableError) as error:
             problems.append(f"{file}: {_reason(error)}")
     if not documents and not problems:
         where = ", ".join(paths) or sysconfig.get_path("stdlib")
@@ -89,28 +98,30 @@ def split(
     Raises:
         DataError: one document, which cannot be on both sides.
     """
+    out = held_out((document.name for document in documents), seed=seed, validation=validation)
+    train = tuple(document for document, away in zip(documents, out, strict=True) if not away)
+    return train, tuple(document for document, away in zip(documents, out, strict=True) if away)
+
+
+def held_out(names: Iterable[str], *, seed: int, validation: float) -> list[bool]:
+    """Which of the documents of these names :func:`split` holds out."""
+    names = list(names)
     if not validation:
-        return documents, ()
-    if len(documents) < 2:
-        seen = f"the corpus is one document ({documents[0].name}) and validation is {validation}"
+        return [False] * len(names)
+    if len(names) < 2:
+        seen = f"the corpus is one document ({names[0]}) and validation is {validation}"
         raise DataError(
             "the data cannot be split", (f"{seen}; give two documents or more, or hold out none with validation = 0",)
         )
-    hashes = [_hash(seed, document.name) for document in documents]
+    hashes = [_hash(seed, name) for name in names]
     ordered = sorted(hashes)
     threshold = min(max(int(validation * 2**64), ordered[0] + 1), ordered[-1])
-    held_out = [value < threshold for value in hashes]
-    train = tuple(document for document, out in zip(documents, held_out, strict=True) if not out)
-    return train, tuple(document for document, out in zip(documents, held_out, strict=True) if out)
+    return [value < threshold for value in hashes]
 
 
 def _hash(seed: int, name: str) -> int:
     """Evenly spread over 64 bits."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
-
-
-class _NoTextError(ValueError):
-    """A line that is no document."""
 
 
 def _files(paths: tuple[str, ...], problems: list[str]) -> list[tuple[str, Path]]:
@@ -132,8 +143,14 @@ def _files(paths: tuple[str, ...], problems: list[str]) -> list[tuple[str, Path]
             problems.append(f"{path}: ends in {path.suffix or 'nothing'!r}; accepted are {', '.join(SUFFIXES)}")
         else:
             found.add(path)
-    root = Path(os.path.commonpath([path.parent for path in found])) if found else Path()
-    return sorted((path.relative_to(root).as_posix(), path) for path in found)
+    return named(found)
+
+
+def named(files: Iterable[Path]) -> list[tuple[str, Path]]:
+    """``(name, file)`` of absolute paths, by name: the path below the folder that all of them share."""
+    files = set(files)
+    root = Path(os.path.commonpath([path.parent for path in files])) if files else Path()
+    return sorted((path.relative_to(root).as_posix(), path) for path in files)
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], skipped: set[str], problems: list[str]) -> Iterator[Path]:
@@ -145,32 +162,6 @@ def _walk(root: Path, suffixes: tuple[str, ...], skipped: set[str], problems: li
     for folder, folders, files in os.walk(root, onerror=unreadable):
         folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
         yield from (Path(folder) / name for name in sorted(files) if name.endswith(suffixes))
-
-
-def _documents_in(name: str, file: Path) -> Iterator[Document]:
-    """The documents of one file."""
-    if file.suffix == ".py":
-        with tokenize.open(file) as source:  # a Python file says its own encoding
-            texts = [(name, source.read())]
-    elif file.suffix == ".txt":
-        texts = [(name, file.read_text(encoding="utf-8"))]
-    else:
-        lines = enumerate(file.read_text(encoding="utf-8").split("\n"), start=1)
-        texts = [(f"{name}#{number}", _text_of(line, number)) for number, line in lines if line.strip()]
-    yield from (Document(name=name, text=text) for name, text in texts if text.strip())
-
-
-def _text_of(line: str, number: int) -> str:
-    """The ``text`` of a line of JSON."""
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise _NoTextError(
-            f"line {number} is not JSON ({error.msg}); each line is an object with a string under 'text'"
-        ) from None
-    if not isinstance(value, dict) or not isinstance(text := value.get("text"), str):
-        raise _NoTextError(f"line {number} has no string under 'text'")
-    return text
 
 
 def _reason(error: Exception) -> str:

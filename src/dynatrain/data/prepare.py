@@ -9,10 +9,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from dynatrain.data.corpus import DataError, read_documents, split
+from numpy.typing import NDArray
+
+from dynatrain.data.corpus import DataError, already_tokenised, held_out, read_documents, split
+from dynatrain.data.indexed import misfit, open_indexed
 from dynatrain.data.samples import Samples, write_tokens
 from dynatrain.data.tokenizer import byte_tokenizer, encode, load_tokenizer, train_bpe
 
@@ -26,14 +31,17 @@ class Request:
     """What decides the tokens of a run.
 
     Attributes:
-        paths: as of :func:`dynatrain.data.corpus.read_documents`.
-        tokenizer: ``bpe`` or ``bytes``.
-        vocab_size: entries of the BPE, at most; unused with bytes.
+        paths: as of :func:`dynatrain.data.corpus.read_documents`, or of :func:`dynatrain.data.indexed.open_indexed`.
+        text_column: name under which rows and records have their text.
+        tokenizer: ``bpe`` or ``bytes``; unused where the paths are tokens already.
+        vocab_size: entries of the BPE, at most; unused with bytes. Of tokens that are there, the number that they all
+            must be below.
         validation: share of documents held out.
         seed: of the run; decides which documents are held out.
     """
 
     paths: tuple[str, ...] = ()
+    text_column: str = "text"
     tokenizer: str = "bpe"
     vocab_size: int = 4096
     validation: float = 0.05
@@ -84,20 +92,35 @@ def prepare(request: Request, folder: Path) -> Prepared:
     return _parse(record)
 
 
-def open_samples(folder: Path, sequence: int) -> tuple[Samples, Samples | None]:
-    """Training and validation samples of a prepared folder; None where no document was held out.
+def open_samples(folder: Path, sequence: int) -> Samples:
+    """Training samples of a prepared folder.
 
     Raises:
-        DataError: a side is too short for one sample of ``sequence`` tokens.
+        DataError: the text is too short for one sample of ``sequence`` tokens.
     """
-    held_out = _parse(folder / RECORD).documents[1] > 0
-    train = Samples.open(folder / _TRAIN, sequence)
-    return train, Samples.open(folder / _VALIDATION, sequence) if held_out else None
+    return Samples.open(folder / _TRAIN, sequence)
+
+
+def open_validation(folder: Path, sequence: int) -> Samples:
+    """Samples of the documents that were held out.
+
+    Raises:
+        DataError: none were, or too few for one sample of ``sequence`` tokens.
+    """
+    if not _parse(folder / RECORD).documents[1]:
+        raise DataError("there is nothing to validate on", ("data.validation = 0 holds out no document; give 0.05",))
+    return Samples.open(folder / _VALIDATION, sequence)
 
 
 def _make(request: Request, folder: Path) -> None:
-    """Write all files. Starts threads."""
-    train, held_out = split(read_documents(request.paths), seed=request.seed, validation=request.validation)
+    """Write all files. Starts threads where it has to tokenise."""
+    prepared = _from_tokens(request, folder) if already_tokenised(request.paths) else _from_texts(request, folder)
+    _write_whole(folder / RECORD, json.dumps(asdict(prepared), indent=2) + "\n")
+
+
+def _from_texts(request: Request, folder: Path) -> Prepared:
+    documents = read_documents(request.paths, request.text_column)
+    train, held = split(documents, seed=request.seed, validation=request.validation)
     texts = tuple(document.text for document in train)
     path = folder / TOKENIZER
     if path.exists():
@@ -106,16 +129,48 @@ def _make(request: Request, folder: Path) -> None:
         tokenizer = train_bpe(texts, request.vocab_size) if request.tokenizer == "bpe" else byte_tokenizer()
         _write_whole(path, tokenizer.to_str())
     vocab_size = tokenizer.get_vocab_size()
-    prepared = Prepared(
+    return Prepared(
         request=request,
         vocab_size=vocab_size,
-        documents=(len(train), len(held_out)),
+        documents=(len(train), len(held)),
         tokens=(
             write_tokens(folder / _TRAIN, encode(tokenizer, texts), vocab_size),
-            write_tokens(folder / _VALIDATION, encode(tokenizer, tuple(d.text for d in held_out)), vocab_size),
+            write_tokens(folder / _VALIDATION, encode(tokenizer, tuple(d.text for d in held)), vocab_size),
         ),
     )
-    _write_whole(folder / RECORD, json.dumps(asdict(prepared), indent=2) + "\n")
+
+
+def _from_tokens(request: Request, folder: Path) -> Prepared:
+    """Copy documents that are tokens already to their side of the split."""
+    corpora = open_indexed(request.paths)
+    filled = [(name, corpus, place) for name, corpus in corpora for place in range(len(corpus)) if corpus.size(place)]
+    if not filled:
+        raise DataError("the data cannot be read", (f"{', '.join(request.paths)}: no document with a token in it",))
+    names = (f"{name}#{place + 1}" for name, _, place in filled)
+    out = held_out(names, seed=request.seed, validation=request.validation)
+    problems: dict[str, str] = {}
+
+    def side(wanted: bool) -> Iterator[NDArray[Any]]:
+        for (name, corpus, place), away in zip(filled, out, strict=True):
+            if away == wanted and name not in problems:
+                tokens = corpus.document(place)
+                if wrong := misfit(tokens, request.vocab_size):
+                    problems[name] = f"{corpus.path}: document {place + 1} {wrong}"
+                else:
+                    yield tokens
+
+    tokens = [
+        write_tokens(folder / path, side(wanted), request.vocab_size)
+        for path, wanted in ((_TRAIN, False), (_VALIDATION, True))
+    ]
+    if problems:
+        raise DataError("the tokens do not fit the model", tuple(problems.values()))
+    return Prepared(
+        request=request,
+        vocab_size=request.vocab_size,
+        documents=(len(out) - sum(out), sum(out)),
+        tokens=(tokens[0], tokens[1]),
+    )
 
 
 def _write_whole(path: Path, text: str) -> None:

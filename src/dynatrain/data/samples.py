@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,24 +19,37 @@ from dynatrain.data.corpus import DataError
 Ids = NDArray[np.int64]
 
 
-def write_tokens(path: Path, texts: Iterable[NDArray[np.uint32]], vocab_size: int) -> int:
+def write_tokens(path: Path, texts: Iterable[NDArray[np.integer]], vocab_size: int) -> int:
     """Write the tokens of all texts, one behind the other, as one ``.npy`` in the narrowest type; return their number.
 
-    The file appears under its name only when it is complete.
+    Texts are taken one at a time, so that a corpus need not fit in memory. The file appears under its name only when
+    it is complete.
     """
-    width = np.uint16 if vocab_size <= 2**16 else np.uint32
-    parts = [text.astype(width) for text in texts]
-    tokens = np.concatenate(parts) if parts else np.empty(0, width)
+    width: np.dtype[Any] = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
+    number = 0
     try:
         with partial.open("wb") as file:
-            np.save(file, tokens)
+            _write_header(file, width, 0)
+            begin = file.tell()
+            for text in texts:
+                file.write(text.astype(width).tobytes())
+                number += len(text)
+            file.seek(0)
+            _write_header(file, width, number)
+            assert file.tell() == begin  # numpy leaves room for the number to grow
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return len(tokens)
+    return number
+
+
+def _write_header(file: BinaryIO, width: np.dtype[Any], number: int) -> None:
+    """The head of a ``.npy`` of one dimension."""
+    described = {"descr": np.lib.format.dtype_to_descr(width), "fortran_order": False, "shape": (number,)}
+    np.lib.format.write_array_header_1_0(file, described)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dynatrain.config.errors import ConfigError
 from dynatrain.config.run import RunConfig
+from dynatrain.data.corpus import already_tokenised
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.legality import check
@@ -46,7 +47,7 @@ def check_run(config: RunConfig) -> CheckedRun:
     Raises:
         ConfigError: with everything that is wrong, the rule and the nearest legal choice each.
     """
-    problems = [*_batch_problems(config), *_schedule_problems(config)]
+    problems = [*_batch_problems(config), *_schedule_problems(config), *_validation_problems(config)]
     shape = _shape(config, problems)
     texts = {"layout": config.layout}
     texts |= {f"switch.{i}.layout": switch.layout for i, switch in enumerate(config.switch)}
@@ -126,10 +127,17 @@ def _schedule_problems(config: RunConfig) -> list[str]:
     return problems
 
 
+def _validation_problems(config: RunConfig) -> list[str]:
+    if not config.validation.every or config.data.validation:
+        return []
+    seen = f"validation.every = {config.validation.every}, and data.validation = 0 holds out no document"
+    return [f"{seen}; nearest: data.validation = 0.05, or validation.every = 0"]
+
+
 def _data_problems(config: RunConfig, shape: DecoderShape) -> list[str]:
     problems = []
     tokens = _BYTE_TOKENS if config.data.tokenizer == "bytes" else config.data.vocab_size
-    if tokens > shape.vocab_size:
+    if tokens > shape.vocab_size and not already_tokenised(config.data.paths):
         what = "data.tokenizer = 'bytes'" if config.data.tokenizer == "bytes" else "data.vocab_size"
         problems.append(f"{what} makes {tokens} tokens; at most the model's vocabulary, {shape.vocab_size}")
     if config.data.sequence > shape.max_position_embeddings:

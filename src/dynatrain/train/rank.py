@@ -2,7 +2,9 @@
 
 import os
 import warnings
+from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from dynatrain.cluster.context import RankContext
 from dynatrain.cluster.seat import Seat, take_seat
 from dynatrain.config.load import load_config
-from dynatrain.data.prepare import open_samples
+from dynatrain.data.prepare import open_samples, open_validation
 from dynatrain.data.samples import Samples
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.legality import check
@@ -26,6 +28,7 @@ from dynatrain.train.probe import probe
 from dynatrain.train.record import Recorder
 from dynatrain.train.switcher import Switcher
 from dynatrain.train.trainer import Job, StepResult, Trainer
+from dynatrain.train.validation import Validation, ValidationResult
 
 PROBE_BYTES = 32 << 20
 """More than caches hold, little enough to take a moment at the start."""
@@ -50,7 +53,7 @@ def main(context: RankContext) -> None:
             world_size=context.world_size,
             timeout=timedelta(minutes=30),
         )
-        samples, _ = open_samples(context.folder.path, checked.config.data.sequence)
+        samples = open_samples(context.folder.path, checked.config.data.sequence)
         _train(seat, checked, samples, device)
         dist.barrier()
 
@@ -102,7 +105,15 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
                     samples=result.ids.tolist(),
                 )
 
-        Trainer(job, samples, switcher, after_step).run(config.steps)
+        def after_validation(result: ValidationResult) -> None:
+            recorder.apart(result.seconds)
+            if context.rank == 0:
+                log.write("validation", **asdict(result), layout=print_layout(switcher.layout))
+
+        validation = validation_of(checked, context.folder.path)
+        Trainer(job, samples, switcher, after_step, validation=validation, after_validation=after_validation).run(
+            config.steps
+        )
 
 
 class _Progress:
@@ -156,6 +167,15 @@ def job_of(checked: CheckedRun) -> Job:
         micro_sequences=config.batch.micro_sequences,
         schedule=config.pipeline.schedule,
     )
+
+
+def validation_of(checked: CheckedRun, folder: Path) -> Validation | None:
+    """The validation that a checked configuration asks for, on the samples of a prepared folder."""
+    asked = checked.config.validation
+    if not asked.every:
+        return None
+    held_out = open_validation(folder, checked.config.data.sequence)
+    return Validation(data=held_out, every=asked.every, batches=asked.batches)
 
 
 def legal_layout(checked: CheckedRun, text: str, world_size: int) -> Layout:

@@ -57,6 +57,7 @@ class Recorder:
         self._rates = rates
         self._log = Log(folder.events, generation=generation, attempt=attempt)
         self._ends: list[float] = []
+        self._apart = 0.0
         self._before = 0.0
         self._counting = ""
         self._open: tuple[str, Certificate, int] | None = None
@@ -67,7 +68,7 @@ class Recorder:
 
     def step_ended(self, now: float) -> None:
         """A step ended at ``now`` (seconds, monotonic): count towards the lost seconds of the last switch."""
-        self._ends.append(now)
+        self._ends.append(now - self._apart)
         if self._counting and len(self._ends) == SETTLED:
             self._board.vote(self._counting, self._rank, self._lost())
             if self._rank != 0:
@@ -75,6 +76,10 @@ class Recorder:
             self._counting = ""
         if self._open is not None:
             self._complete()
+
+    def apart(self, seconds: float) -> None:
+        """The step under way holds ``seconds`` of something that is no part of a step, as a validation: not counted."""
+        self._apart += seconds
 
     def _lost(self) -> float:
         steps = [after - before for before, after in zip(self._ends, self._ends[1:], strict=False)]

@@ -7,7 +7,9 @@ in the same collectives.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from dynatrain.data.order import micro_shares
-from dynatrain.layout.layout import Layout
+from dynatrain.layout.layout import Coordinates, Layout
 from dynatrain.train.parallel import reshard
 from dynatrain.train.reduction import MicroBatchCounter
 
@@ -31,6 +33,61 @@ class MicroBatch:
     inputs: torch.Tensor
     targets: torch.Tensor
     samples: torch.Tensor
+
+
+class Data(Protocol):
+    """Numbered samples: ``dynatrain.data.samples.Samples``."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """``(inputs, targets)``, int64 [len(ids), T]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """How a global batch is cut into micro-batches.
+
+    Attributes:
+        global_sequences: samples of the global batch.
+        micro_sequences: samples of one micro-batch; divides ``global_sequences``.
+    """
+
+    global_sequences: int
+    micro_sequences: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one global batch, over all data ranks."""
+        return self.global_sequences // self.micro_sequences
+
+    def micro_batches(
+        self, data: Data, ids: np.ndarray, layout: Layout, at: Coordinates, device: str
+    ) -> tuple[list[MicroBatch], int]:
+        """The micro-batches of the data rank at ``at``, and the number of targets in the whole batch.
+
+        Where ``ids`` are fewer than the global batch, the places that stay free have ignored targets.
+
+        Args:
+            data: has the samples.
+            ids: of the global batch, in order; at least one.
+            layout: says how many data ranks there are.
+            at: where this rank sits.
+            device: of the tensors.
+        """
+        size, width = self.micro_sequences, 0
+        made = []
+        for index in my_indices(self.num_micro_batches, layout.data_ranks, at.dp * layout.size("fsdp") + at.fsdp):
+            places = np.arange(max(index, 0) * size, (max(index, 0) + 1) * size)
+            samples = ids[places % len(ids)]
+            inputs, targets = (torch.from_numpy(array).to(device) for array in data.batch(samples))
+            free = (places >= len(ids)) | (index < 0)
+            if free.any():
+                targets = targets.masked_fill(torch.from_numpy(free).to(device)[:, None], IGNORED)
+            made.append(MicroBatch(index, inputs, targets, torch.from_numpy(samples).to(device)))
+            width = targets.shape[1]
+        return made, len(ids) * width
 
 
 def my_indices(num_micro_batches: int, data_ranks: int, data_rank: int) -> list[int]:

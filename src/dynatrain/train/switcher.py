@@ -37,7 +37,7 @@ from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saved, Saver
 from dynatrain.train.saving import Saves
 from dynatrain.train.start import Start
-from dynatrain.train.targets import DataParallel, Read, same_meaning, whole_world
+from dynatrain.train.targets import DataParallel, Read, same_meaning, served, whole_world
 from dynatrain.train.torch_private import default_store
 from dynatrain.train.turns import Turns
 from dynatrain.train.wishes import Wishes
@@ -145,11 +145,11 @@ class Switcher:
         read = legal or whole_world(world_size)
         try:
             self._world = first_world(self._party, read(layout), initial)
-            self._read = same_meaning(read, self.layout, self.parts, data_parallel)
-            for text in (schedule or {}).values():
-                self._read(text)
+            self._read = served(same_meaning(read, self.layout, self.parts, data_parallel), lambda: self._world)
             for label, thing in (state or {}).items():
                 join(self._party, self._world, label, thing)
+            for text in (layout, *(schedule or {}).values()):
+                self._read(text)
             survey(self._party, self._world, "survey")
         except Exception:
             self.close()

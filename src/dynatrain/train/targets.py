@@ -10,6 +10,7 @@ from dynatrain.layout.layout import Layout
 from dynatrain.layout.nearest import ranked
 from dynatrain.layout.text import parse_layout, print_layout, short_layout
 from dynatrain.train.torch_private import takes_means
+from dynatrain.train.world import World
 
 DataParallel = Literal["fixed", "free"]
 """Whether the number of data ranks may change in a loop whose gradients are means over them."""
@@ -35,6 +36,25 @@ def whole_world(world_size: int) -> Read:
         return layout
 
     return read
+
+
+def served(read: Read, world: Callable[[], World]) -> Read:
+    """``read``, without the layouts that a registered object cannot serve.
+
+    Args:
+        read: reads what is allowed otherwise.
+        world: the present one. Of its registered objects, one that has ``check_layout(layout)`` raises
+            :class:`LayoutError` from it for a layout that it refuses, on every rank alike.
+    """
+
+    def careful(text: str) -> Layout:
+        layout = read(text)
+        for thing in world().objects.values():
+            if hasattr(thing, "check_layout"):
+                thing.check_layout(layout)
+        return layout
+
+    return careful
 
 
 def same_meaning(read: Read, first: Layout, parts: Sequence[nn.Module], data_parallel: DataParallel) -> Read:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from dynatrain.train.adopt import adopt
 from dynatrain.train.live import box_of, cuts_of
 from dynatrain.train.optimizer import Counted, OptimizerSettings, adamw, clip, lr_factor, step_totals
 from dynatrain.train.parallel import Precision, build_part, master_dtype
-from dynatrain.train.step import IGNORED, MicroBatch, StepRunner, my_indices
+from dynatrain.train.step import Data, MicroBatch, Sharing, StepRunner
 from dynatrain.train.switcher import Switcher
 from dynatrain.train.torch_private import local_tensor
+from dynatrain.train.validation import Validation, ValidationResult, Validator
 from dynatrain.train.world import World
 
 
@@ -52,7 +53,12 @@ class Job:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of one step, over all data ranks."""
-        return self.global_sequences // self.micro_sequences
+        return self.sharing.num_micro_batches
+
+    @property
+    def sharing(self) -> Sharing:
+        """How a step's samples are cut into micro-batches."""
+        return Sharing(global_sequences=self.global_sequences, micro_sequences=self.micro_sequences)
 
     def build(self, mesh: DeviceMesh, layout: Layout) -> tuple[DecoderPart, torch.optim.Optimizer]:
         """The ``Switcher``'s build."""
@@ -77,16 +83,6 @@ class Job:
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         """The learning-rate schedule, in steps."""
         return LambdaLR(optimizer, lr_factor(self.optimizer))
-
-
-class Data(Protocol):
-    """Numbered samples: ``dynatrain.data.samples.Samples``."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """``(inputs, targets)``, int64 [len(ids), T]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,28 +116,40 @@ class Trainer:
         data: the samples.
         switcher: with ``state={"schedule": job.scheduler, ...}``.
         after_step: called with each step's result, for metrics and registered objects.
+        validation: what to validate on, and when; None for never.
+        after_validation: called with the result of each.
     """
 
     def __init__(
-        self, job: Job, data: Data, switcher: Switcher, after_step: Callable[[StepResult], None] = lambda _result: None
+        self,
+        job: Job,
+        data: Data,
+        switcher: Switcher,
+        after_step: Callable[[StepResult], None] = lambda _result: None,
+        *,
+        validation: Validation | None = None,
+        after_validation: Callable[[ValidationResult], None] = lambda _result: None,
     ) -> None:
         self.job = job
         self.data = data
         self.switcher = switcher
         self._after_step = after_step
+        self._validation = validation
+        self._after_validation = after_validation
         self._bound: _Bound | None = None
 
     def run(self, until: int) -> None:
         """Train up to step ``until`` (exclusive), or until the run is asked to stop."""
         for step in self.switcher.steps(until=until):
             if self._bound is None or self._bound.world is not self.switcher.world:
-                self._bound = _Bound(self.job, self.switcher.world)
+                self._bound = _Bound(self.job, self.switcher.world, self._validation)
             self._step(step, self._bound)
 
     def _step(self, step: int, bound: "_Bound") -> None:
         began = time.perf_counter()
         ids = batch_ids(self.job.seed, step, self.job.global_sequences, len(self.data))
-        batches, tokens = bound.micro_batches(self.data, ids)
+        device = bound.world.mesh.device_type
+        batches, tokens = self.job.sharing.micro_batches(self.data, ids, bound.layout, bound.at, device)
         loss, norm = bound.forward_backward(step, batches, tokens)
         clip(bound.params, norm, self.job.optimizer.clip_norm)
         optimizer = self.switcher.optimizer
@@ -155,12 +163,15 @@ class Trainer:
         self._after_step(
             StepResult(step=step, loss=loss, grad_norm=norm, lr=rate, tokens=tokens, seconds=seconds, ids=ids)
         )
+        if self._validation is not None and self._validation.due(step):
+            assert bound.validator is not None
+            self._after_validation(bound.validator.run(step))
 
 
 class _Bound:
     """What one world's steps need, made once."""
 
-    def __init__(self, job: Job, world: World) -> None:
+    def __init__(self, job: Job, world: World, validation: Validation | None) -> None:
         assert world.ownership is not None
         self.job = job
         self.world = world
@@ -170,6 +181,9 @@ class _Bound:
         self.at = self.layout.coordinates(self.rank)
         self.runner = StepRunner(
             self.part, self.layout, world.mesh, num_micro_batches=job.num_micro_batches, schedule=job.schedule
+        )
+        self.validator = (
+            Validator(validation, job.seed, self.part, self.layout, world.mesh, job.sharing) if validation else None
         )
         self.params = [entry.value for entry in world.found.values()]
         self._counted, self._slots = self._count(exact=job.optimizer.exact_norm)
@@ -194,20 +208,6 @@ class _Bound:
                 counted.append(Counted(self.world.found[tensor.name].value, mine, start, slot))
             row += rows
         return counted, row if exact else len(self.world.catalogue)
-
-    def micro_batches(self, data: Data, ids: np.ndarray) -> tuple[list[MicroBatch], int]:
-        """This rank's micro-batches, and the number of targets in the whole global batch."""
-        size, data_ranks = self.job.micro_sequences, self.layout.data_ranks
-        mine = my_indices(self.job.num_micro_batches, data_ranks, self.at.dp * self.layout.size("fsdp") + self.at.fsdp)
-        device = self.world.mesh.device_type
-        made = []
-        for index in mine:
-            samples = ids[max(index, 0) * size : (max(index, 0) + 1) * size]
-            inputs, targets = (torch.from_numpy(array).to(device) for array in data.batch(samples))
-            if index < 0:
-                targets = torch.full_like(targets, IGNORED)
-            made.append(MicroBatch(index, inputs, targets, torch.from_numpy(samples).to(device)))
-        return made, len(ids) * made[0].targets.shape[1]
 
     def forward_backward(self, step: int, batches: list[MicroBatch], tokens: int) -> tuple[float, float]:
         """Gradients into ``.grad``; the step's loss and global norm, equal on all ranks."""

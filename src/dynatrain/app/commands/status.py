@@ -4,7 +4,7 @@ import time
 
 from dynatrain.app.cli import Run, call
 from dynatrain.app.output import emit, say
-from dynatrain.app.progress import step_text
+from dynatrain.app.progress import step_text, validation_text
 from dynatrain.app.runs import Progress, certificates, find_run
 from dynatrain.observe.run import AgentMark
 
@@ -34,6 +34,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
                 "steps": progress.steps,
                 "last": last,
                 "age_seconds": age,
+                "validation": progress.validation[-1] if progress.validation else None,
                 "switches": len(certificates(folder)),
             }
         )
@@ -41,6 +42,8 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
     say(f"{folder.name}: {_state(mark)}")
     if last:
         say(f"  {step_text(last, progress.steps)}  ({age:,.0f} s ago)")
+    if progress.validation:
+        say(f"  {validation_text(progress.validation[-1])}")
     if records := certificates(folder):
         committed = sum(record["outcome"] == "committed" for record in records)
         say(f"  {len(records)} switches, {committed} committed; dynatrain history {folder.name} lists them")

@@ -1,0 +1,133 @@
+"""96 ids, two epochs, workers that persist, switches and an abort on the way, a resume in another world."""
+
+import warnings
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from tests.dist.foreign import Books, build_net, everywhere, switcher
+from torch.nn import functional
+
+from dynatrain.data.order import batch_ids
+from dynatrain.layout.form import LayoutError
+from dynatrain.layout.text import print_layout
+from dynatrain.train.loader import DatasetLoader, StreamLoader
+
+IDS, BATCH, SEED = 96, 8, 5
+EPOCH = IDS // BATCH
+TOUR = {3: "dp2.tp2", 7: "dp2.fsdp2", EPOCH - 1: "fsdp2.tp2", 14: "fsdp4"}
+"""The last switch is aborted at its commit."""
+SAVED = 17
+
+
+def stream():
+    """A shuffled ``StatefulDataLoader`` of single items."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchdata calls what torch has deprecated
+        from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: PLC0415
+        from torchdata.stateful_dataloader.sampler import RandomSampler  # noqa: PLC0415
+
+        sampler = RandomSampler(range(IDS), generator=torch.Generator().manual_seed(SEED))
+        return StatefulDataLoader(range(IDS), batch_size=None, sampler=sampler)
+
+
+class Loop:
+    """A foreign loop that reads one dataset and one stream, and remembers what it was given at each step."""
+
+    def __init__(self, world, layout, tour, *, faulty=0):
+        self.rank, self.faulty = world.rank, faulty
+        self.data = DatasetLoader(range(IDS), global_batch=BATCH, seed=SEED, num_workers=2)
+        self.stream = StreamLoader(stream(), global_batch=BATCH)
+        self.books, self.given = Books(), []
+        self.sw = switcher(
+            world,
+            build_net,
+            layout,
+            data_parallel="free",
+            schedule=tour,
+            recorder=self.books,
+            hook=self.hook,
+            state={"data": self.data, "stream": self.stream},
+        )
+
+    def hook(self, event, _number, switch):
+        if (event, switch, self.rank) == ("commit", self.faulty, 1):
+            raise RuntimeError("planted")
+
+    def run(self, until):
+        for step in self.sw.steps(until=until):
+            ids, others = self.data.next(self.sw), self.stream.next(self.sw)
+            layout, at = self.sw.layout, self.sw.layout.coordinates(self.rank)
+            inputs = ids.double()[:, None].expand(-1, 5) / IDS
+            functional.mse_loss(self.sw.model(inputs), inputs[:, :3]).backward()
+            self.sw.optimizer.step()
+            self.sw.optimizer.zero_grad()
+            share = at.dp * layout.size("fsdp") + at.fsdp
+            self.given.append((step, print_layout(layout), share, ids.tolist(), others.tolist()))
+        states = [self.data.state_dict(), self.stream.state_dict()]
+        workers = [worker.pid for worker in self.data._loader._iterator._workers]
+        return self.given, states, [end[1] for end in self.books.ends], workers
+
+
+def whole(ranks, which):
+    """``(step, layout, global batch)`` of each step that was given out, put together from the ranks' shares."""
+    found = []
+    for rows in zip(*ranks, strict=True):
+        (step, layout, *_), shares = rows[0], {}
+        for row in rows:
+            assert row[:2] == (step, layout)
+            assert shares.setdefault(row[2], row[which]) == row[which]  # tp ranks see the same
+        ways = len(shares)
+        found.append((step, layout, [shares[i % ways][i // ways] for i in range(BATCH)]))
+    return found
+
+
+def test_every_id_comes_once_an_epoch_in_one_order_through_switches_an_abort_and_a_resume():
+    plain = stream()
+    expected = {
+        3: [batch_ids(SEED, step, BATCH, IDS).tolist() for step in range(2 * EPOCH)],
+        4: torch.tensor([*plain, *plain]).view(-1, BATCH).tolist(),
+    }
+    first = everywhere(4, lambda world: Loop(world, "fsdp4", TOUR, faulty=4).run(SAVED))
+    assert [ends for _, _, ends, _ in first] == [["committed", "committed", "committed", "aborted"]] * 4
+    assert len({repr(states) for _, states, _, _ in first}) == 1
+
+    def resumed(world):
+        loop = Loop(world, "fsdp2", {2: "dp2"})
+        for loader, state in zip((loop.data, loop.stream), first[0][1], strict=True):
+            loader.load_state_dict(state)
+        return loop.run(2 * EPOCH - SAVED)
+
+    second = everywhere(2, resumed)
+    for which, batches in expected.items():
+        begun = whole([rank[0] for rank in first], which)
+        gone_on = whole([rank[0] for rank in second], which)
+        places = {step: layout for step, layout, _ in begun}
+        assert [step for step in places if step and places[step] != places[step - 1]] == [3, 7, EPOCH - 1]
+        assert [row[:2] for row in begun[14:16]] == [(14, "fsdp4"), (14, "fsdp2.tp2")]  # taken back, and once more
+        assert begun.pop(14)[2] == batches[14]
+        assert [ids for _, _, ids in begun + gone_on] == batches
+        for epoch in (batches[:EPOCH], batches[EPOCH:]):
+            assert sorted(chain(*epoch)) == list(range(IDS))
+
+
+def test_a_switch_that_the_data_cannot_serve_is_refused_at_once():
+    def work(world):
+        said = []
+        data = DatasetLoader(range(IDS), global_batch=2, seed=SEED)
+        sw = switcher(world, build_net, "dp2.tp2", data_parallel="free", state={"data": data})
+        try:
+            sw.request("fsdp4")
+        except LayoutError as error:
+            said.append(str(error))
+        dist.barrier()
+        sw.close()
+        try:
+            switcher(world, build_net, "fsdp4", name="again", data_parallel="free", state={"data": data})
+        except LayoutError as error:
+            said.append(str(error))
+        return said
+
+    for said in everywhere(4, work):
+        assert len(said) == 2
+        assert all("its 4 data ranks (dp x fsdp) do not divide the global batch of 2" in text for text in said)

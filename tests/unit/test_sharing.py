@@ -1,0 +1,34 @@
+"""How a global batch is cut into micro-batches, also where there are not enough samples for a whole one."""
+
+import numpy as np
+import pytest
+
+from dynatrain.data.samples import Samples
+from dynatrain.layout.text import parse_layout
+from dynatrain.train.step import IGNORED, Sharing
+
+SHARING = Sharing(global_sequences=8, micro_sequences=2)
+DATA = Samples(tokens=np.arange(100, dtype=np.uint16), sequence=3)
+
+
+@pytest.mark.parametrize("layout", ["dp1", "dp2", "dp3", "fsdp4", "pp2.dp2.tp2"])
+@pytest.mark.parametrize("size", [8, 5, 1])
+def test_every_target_of_every_sample_counts_once_and_no_other(layout, size):
+    layout = parse_layout(layout)
+    ids = np.arange(20, 20 + size)
+    counted, shapes = [], set()
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        if at.pp == at.tp == 0:
+            batches, targets = SHARING.micro_batches(DATA, ids, layout, at, "cpu")
+            assert targets == 3 * size
+            shapes.add((len(batches), *(tuple(batch.inputs.shape) for batch in batches)))
+            for batch in batches:
+                real = batch.targets != IGNORED
+                assert (real.all(1) == real.any(1)).all()
+                assert (batch.targets == batch.inputs + 1)[real].all()
+                assert (batch.samples * 3 == batch.inputs[:, 0]).all()
+                assert batch.index >= 0 or not real.any()
+                counted += batch.samples[real.any(1)].tolist()
+    assert sorted(counted) == ids.tolist()
+    assert len(shapes) == 1  # every rank takes part in the same collectives
