@@ -1,0 +1,50 @@
+"""Copies between a shelf and pieces of memory: what saving and loading come down to."""
+
+import torch
+
+from dynatrain.execute.hf_export import Export
+from dynatrain.execute.hf_folder import open_folder
+from dynatrain.space.box import intersect, whole, within
+from dynatrain.space.decoder import catalogue
+
+
+def common(shelf, name, box):
+    """Of each stored box that meets ``box``: its view of the common part, and the slices of that part in ``box``."""
+    for stored in shelf[name, "param"]:
+        both = intersect(stored.box, box)
+        if both is not None:
+            yield stored.tensor[within(both, stored.box)], within(both, box)
+
+
+def read(shelf, shape, dtype=torch.float32):
+    """Every parameter, whole."""
+    weights = {}
+    for tensor in catalogue(shape):
+        value = weights[tensor.name] = torch.full(tensor.shape, torch.nan, dtype=dtype)
+        for stored, at in common(shelf, tensor.name, whole(tensor.shape)):
+            value[at].copy_(stored)
+    return weights
+
+
+def export(path, shape, weights, tokenizer=None, **options):
+    """All of ``weights`` into a new folder, by one rank."""
+    made = Export.create(path, shape, **options)
+    shelf = made.open()
+    for name, value in weights.items():
+        for stored, at in common(shelf, name, whole(tuple(value.shape))):
+            stored.copy_(value[at])
+    made.finish(tokenizer)
+    return path
+
+
+def load(path, shape, dtype=torch.float32):
+    """All parameters of a folder."""
+    return read(open_folder(path, shape), shape, dtype)
+
+
+def random_weights(shape, dtype=torch.float32, seed=0):
+    """Numbers that tell every tensor apart, biases and norms too."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        tensor.name: (torch.randn(tensor.shape, generator=generator) * 0.1).to(dtype) for tensor in catalogue(shape)
+    }
