@@ -42,6 +42,28 @@ def load(path, shape, dtype=torch.float32):
     return read(open_folder(path, shape), shape, dtype)
 
 
+def into_pieces(shelf, world, rank):
+    """Fill this rank's parameters from the shelf."""
+    for value, name, box in _parameters(world, rank):
+        for stored, at in common(shelf, name, box):
+            value[at].copy_(stored)
+
+
+def into_shelf(shelf, world, rank):
+    """Write this rank's parameters where it is the first of those that hold them."""
+    for value, name, box in _parameters(world, rank, only_first=True):
+        for stored, at in common(shelf, name, box):
+            stored.copy_(value[at])
+
+
+def _parameters(world, rank, *, only_first=False):
+    tensors = {tensor.name: tensor for tensor in world.catalogue}
+    for (name, state), value in world.values().items():
+        tensor = tensors[name]
+        if state == "param" and not (only_first and world.ownership.copy_index(tensor, rank)):
+            yield value, name, world.ownership.box(tensor, rank)
+
+
 def random_weights(shape, dtype=torch.float32, seed=0):
     """Numbers that tell every tensor apart, biases and norms too."""
     generator = torch.Generator().manual_seed(seed)
