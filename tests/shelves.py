@@ -1,9 +1,13 @@
 """Copies between a shelf and pieces of memory: what saving and loading come down to."""
 
+import time
+
 import torch
+import torch.distributed as dist
 
 from dynatrain.execute.hf_export import Export
 from dynatrain.execute.hf_folder import open_folder
+from dynatrain.layout.text import print_layout
 from dynatrain.space.box import intersect, whole, within
 from dynatrain.space.decoder import catalogue
 
@@ -54,6 +58,40 @@ def into_shelf(shelf, world, rank):
     for value, name, box in _parameters(world, rank, only_first=True):
         for stored, at in common(shelf, name, box):
             stored.copy_(value[at])
+
+
+def misplaced(world, rank, right):
+    """Every parameter of which this rank holds other bits than its box of ``right`` has; all are in fp32."""
+    return [
+        name
+        for value, name, box in _parameters(world, rank)
+        if not torch.equal(bits(value), bits(right[name][within(box, whole(tuple(right[name].shape)))]))
+    ]
+
+
+def bits(value):
+    return value.contiguous().view(torch.int32)
+
+
+def visits(sw, books, layouts):
+    """Go through the layouts without training; yields in each, once the switch to it is committed.
+
+    Args:
+        sw: a ``Switcher`` in the first of them.
+        books: its recorder.
+        layouts: as texts.
+    """
+    yield layouts[0]
+    steps = sw.steps(until=1 << 30)
+    for number, text in enumerate(layouts[1:], 1):
+        sw.request(text, mode=("keep", "tight")[number % 2])
+        for _ in steps:
+            dist.barrier()  # every training step couples all ranks
+            if len(books.switches) == number:
+                break
+            time.sleep(0.002)
+        assert books.switches[-1][::3] == ("committed", True), books.switches[-1]
+        yield print_layout(sw.layout)
 
 
 def _parameters(world, rank, *, only_first=False):

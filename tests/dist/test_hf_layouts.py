@@ -2,13 +2,12 @@
 
 import torch
 import torch.distributed as dist
-from tests.jobs import Case, everywhere, switcher
+from tests.jobs import Books, Case, everywhere, switcher
 from tests.shapes import small_shape
-from tests.shelves import export, into_pieces, into_shelf, load, random_weights
+from tests.shelves import export, into_pieces, into_shelf, load, misplaced, random_weights, visits
 
 from dynatrain.execute.hf_export import Export
 from dynatrain.execute.hf_folder import open_folder
-from dynatrain.space.box import whole, within
 
 SHAPE = small_shape(
     family="gpt2", num_key_value_heads=4, num_hidden_layers=4, tie_word_embeddings=True, max_position_embeddings=63
@@ -18,33 +17,21 @@ SHAPE = small_shape(
 TOUR = ("fsdp4", "fsdp2.tp2", "pp2.tp2-sp", "dp2.fsdp2", "tp4", "pp4")
 
 
-def wrong(world, rank, right):
-    """Every parameter of which this rank holds something else than its box of ``right``."""
-    tensors = {tensor.name: tensor for tensor in world.catalogue}
-    held = {name: value for (name, state), value in world.values().items() if state == "param"}
-    boxes = {name: within(world.ownership.box(tensors[name], rank), whole(tensors[name].shape)) for name in held}
-    return [name for name, value in held.items() if not torch.equal(value, right[name][boxes[name]])]
-
-
 def walk(world, source, right, out):
     job = Case(tour=(), shape=SHAPE, compute="fp32").job()
-    sw = switcher(job, world, TOUR[0])
-    for number, layout in enumerate(TOUR[1:], 1):
-        sw.request(layout, mode=("keep", "tight")[number % 2], at=number)
-    told = []
-    for step in sw.steps(until=len(TOUR)):
-        told.append(wrong(sw.world, world.rank, right))
+    books, told = Books(), []
+    sw = switcher(job, world, TOUR[0], recorder=books)
+    for layout in visits(sw, books, TOUR):
+        told.append(misplaced(sw.world, world.rank, right))
         into_pieces(open_folder(source, SHAPE), sw.world, world.rank)
-        told.append(wrong(sw.world, world.rank, right))
+        told.append(misplaced(sw.world, world.rank, right))
         options = {"dtype": "float32", "max_shard_bytes": 50_000}
-        made = [Export.create(out / TOUR[step], SHAPE, **options) if world.rank == 0 else None]
+        made = [Export.create(out / layout, SHAPE, **options) if world.rank == 0 else None]
         dist.broadcast_object_list(made)
         into_shelf(made[0].open(), sw.world, world.rank)
         dist.barrier()
         if world.rank == 0:
             made[0].finish()
-        sw.optimizer.step()
-        sw.optimizer.zero_grad()
     return told
 
 

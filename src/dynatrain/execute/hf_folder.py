@@ -38,8 +38,8 @@ def open_folder(path: Path, shape: DecoderShape) -> Shelf:
     names = located(shape, kinds)
     shelf = shelf_of(shape, {written: tensors[name] for written, name in names.items()})
     if shape.tie_word_embeddings and HEAD in names:
-        (embedding,) = shelf["embed_tokens.weight", "param"]
-        if not torch.equal(tensors[names[HEAD]].tensor, embedding.tensor):
+        head, (embedding,) = tensors[names[HEAD]], shelf["embed_tokens.weight", "param"]
+        if head.tensor.dtype != embedding.tensor.dtype or not torch.equal(head.tensor, embedding.tensor):
             rule = f"{HEAD} is not the embedding, and config.json says that they are one: tie_word_embeddings is true"
             raise WeightsError(f"the weights in {path} cannot be used", (rule,))
     return shelf
