@@ -76,8 +76,8 @@ def test_a_preset_has_the_parameters_that_its_name_says(name, billions, toleranc
     assert total == pytest.approx(billions * 1e9, rel=tolerance)
 
 
-@pytest.mark.parametrize("name", ["tiny", "25m", "200m", "600m"])
-def test_our_presets_run_in_every_layout_of_four_ranks(name):
+@pytest.mark.parametrize("name", ["tiny", "25m", "200m", "600m", "gpt2"])
+def test_small_presets_run_in_every_layout_of_four_ranks(name):
     texts = ["dp4", "fsdp4", "dp2.fsdp2", "tp4", "tp4-sp", "fsdp2.tp2", "dp2.tp2-sp", "pp4", "pp2.fsdp2", "pp2.tp2"]
     found = {
         text: problems(parse_layout(text), PRESETS[name].limits(), world_size=4, num_microbatches=8, sequence=64)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,6 +155,20 @@ def test_an_export_that_is_not_finished_leaves_nothing_under_its_name(tmp_path):
     made.discard()
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_is_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    happened = []
+    made = Export.create(tmp_path / "model", LLAMA, **SHARDED)
+    rename = Path.rename
+    monkeypatch.setattr("os.fsync", lambda handle: happened.append(Path(f"/proc/self/fd/{handle}").readlink()))
+    monkeypatch.setattr(Path, "rename", lambda old, new: happened.append("renamed") or rename(old, new))
+    made.finish()
+
+    renamed = happened.index("renamed")
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert {path.name for path in happened[:renamed]} == names | {made.draft.name}
+    assert happened[renamed + 1 :] == [tmp_path]
 
 
 def test_the_space_of_a_new_export_is_taken_at_once(tmp_path):
