@@ -25,7 +25,7 @@ def walk(world, source, right, out):
         told.append(misplaced(sw.world, world.rank, right))
         into_pieces(open_folder(source, SHAPE), sw.world, world.rank)
         told.append(misplaced(sw.world, world.rank, right))
-        options = {"dtype": "float32", "max_shard_bytes": 50_000}
+        options = {"dtype": "fp32", "max_shard_bytes": 50_000}
         made = [Export.create(out / layout, SHAPE, **options) if world.rank == 0 else None]
         dist.broadcast_object_list(made)
         into_shelf(made[0].open(), sw.world, world.rank)
@@ -37,7 +37,7 @@ def walk(world, source, right, out):
 
 def test_every_layout_reads_and_writes_a_folder_bit_by_bit(tmp_path):
     right = random_weights(SHAPE)
-    source = export(tmp_path / "source", SHAPE, right, dtype="bfloat16")
+    source = export(tmp_path / "source", SHAPE, right, dtype="bf16")
     right = {name: value.bfloat16().float() for name, value in right.items()}
 
     for told in everywhere(4, lambda world: walk(world, source, right, tmp_path), 100):

@@ -54,7 +54,7 @@ def largest_difference(shape, weights, model):
 @cases
 def test_our_export_is_their_model(transformers, tmp_path, shape):
     weights = random_weights(shape)
-    path = export(tmp_path / "model", shape, weights, dtype="float32", max_shard_bytes=50_000)
+    path = export(tmp_path / "model", shape, weights, dtype="fp32", max_shard_bytes=50_000)
     model, told = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
 
     assert {key: found for key, found in told.items() if found} == {}

@@ -23,10 +23,9 @@ from dynatrain.observe.atomic import sync_folder
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.space.hf_config import read_json
 from dynatrain.space.hf_names import file_shapes
-from dynatrain.space.tensor import ITEMSIZE
 
-WRITTEN_DTYPES = ("bfloat16", "float32", "float16")
-"""Element types that can be asked for."""
+WRITTEN_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+"""Element types that can be asked for, by the names that a run's config has for them."""
 
 _TOKENIZER = "tokenizer.json"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
@@ -45,7 +44,7 @@ class Export:
         path: where the folder will be.
         draft: where its files are meanwhile.
         shape: of the model.
-        dtype: element type of the files, one of :data:`WRITTEN_DTYPES`.
+        dtype: element type of the files, a key of :data:`WRITTEN_DTYPES`.
         max_shard_bytes: bytes of data up to which tensors share a file; a longer one has a file of its own.
     """
 
@@ -57,7 +56,7 @@ class Export:
 
     @classmethod
     def create(
-        cls, path: Path, shape: DecoderShape, *, dtype: str = "bfloat16", max_shard_bytes: int = _LARGEST_SHARD
+        cls, path: Path, shape: DecoderShape, *, dtype: str = "bf16", max_shard_bytes: int = _LARGEST_SHARD
     ) -> Self:
         """Lay all files out, by one rank. Their space is taken; nothing is at ``path`` yet.
 
@@ -81,7 +80,7 @@ class Export:
         try:
             draft.chmod(0o755)
             for name, shapes in made._files():
-                allocate(draft / name, shapes, getattr(torch, dtype))
+                allocate(draft / name, shapes, WRITTEN_DTYPES[dtype])
         except OSError as error:
             made.discard()
             raise _unwritable(path, error) from None
@@ -133,7 +132,7 @@ class Export:
         return [(f"model-{n:05d}-of-{count:05d}.safetensors", shard) for n, shard in enumerate(shards, 1)]
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
-        return ITEMSIZE[self.dtype] * torch.Size(shape).numel()
+        return WRITTEN_DTYPES[self.dtype].itemsize * torch.Size(shape).numel()
 
     def _write_words(self, tokenizer: Path | None) -> None:
         """Everything but the weights."""
@@ -141,8 +140,9 @@ class Export:
         end = None
         if tokenizer is not None:
             end, words = _tokenizer_words(tokenizer, self.draft, self.shape.max_position_embeddings)
+        dtype = str(WRITTEN_DTYPES[self.dtype]).removeprefix("torch.")
         marks = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
-        words["config.json"] = {**self.shape.to_config(), "dtype": self.dtype, **marks}
+        words["config.json"] = {**self.shape.to_config(), "dtype": dtype, **marks}
         if not (self.draft / "generation_config.json").exists():
             words["generation_config.json"] = {"eos_token_id": end}
         files = self._files()

@@ -11,6 +11,7 @@ from dynatrain.execute.shelf import Shelf, Stored
 from dynatrain.execute.tensor_file import WeightsError, open_tensors
 from dynatrain.space.box import whole, within
 from dynatrain.space.decoder import DecoderShape
+from dynatrain.space.hf_config import ModelError
 from dynatrain.space.hf_names import HEAD, FilePart, file_parts, located
 
 SINGLE = "model.safetensors"
@@ -27,15 +28,18 @@ def open_folder(path: Path, shape: DecoderShape) -> Shelf:
         shape: what its ``config.json`` says (:meth:`DecoderShape.read_config`).
 
     Raises:
-        WeightsError: files that are missing, cut short, or no safetensors files.
-        ModelError: tensors that are not those of ``shape``.
+        WeightsError: files that are missing, cut short, or no safetensors files; tensors that are not those of
+            ``shape``. All of them, by name.
     """
     tensors = read_tensors(path)
     kinds = {
         name: (str(stored.tensor.dtype).removeprefix("torch."), tuple(stored.tensor.shape))
         for name, stored in tensors.items()
     }
-    names = located(shape, kinds)
+    try:
+        names = located(shape, kinds)
+    except ModelError as error:
+        raise WeightsError(f"the weights in {path} are not those of its config.json", error.problems) from None
     shelf = shelf_of(shape, {written: tensors[name] for written, name in names.items()})
     if shape.tie_word_embeddings and HEAD in names:
         head, (embedding,) = tensors[names[HEAD]], shelf["embed_tokens.weight", "param"]
