@@ -30,20 +30,31 @@ def rotate(x, theta):
 
 
 def logits(w, shape, samples, tokens, run):
-    def norm(x, name):  # queries and keys have theirs only in some models
-        return F.rms_norm(x, x.shape[-1:], w[name + ".weight"], shape.rms_norm_eps) if name + ".weight" in w else x
+    def norm(x, name):  # queries and keys have theirs only in some models; with a bias it is a layer norm
+        weight, bias, dims = w.get(name + ".weight"), w.get(name + ".bias"), x.shape[-1:]
+        if bias is None:
+            return x if weight is None else F.rms_norm(x, dims, weight, shape.norm_eps)
+        return F.layer_norm(x, dims, weight, bias, shape.norm_eps)
 
-    x = dropout(F.embedding(tokens, w["embed_tokens.weight"]), shape.dropout, run, "embed_tokens", samples)
+    def linear(x, name):
+        return F.linear(x, w[name + ".weight"], w.get(name + ".bias"))
+
+    places = w.get("embed_positions.weight")  # learned ones, in place of rotation
+    x = F.embedding(tokens, w["embed_tokens.weight"]) + (0 if places is None else places[: tokens.shape[1]])
+    x = dropout(x, shape.dropout, run, "embed_tokens", samples)
     for layer in (f"layers.{i}." for i in range(shape.num_hidden_layers)):
         y, at = norm(x, layer + "input_layernorm"), layer + "self_attn."
-        q, k, v = (F.linear(y, w[f"{at}{n}_proj.weight"]).unflatten(-1, (-1, shape.head_dim)) for n in "qkv")
-        q, k = (rotate(norm(t, f"{at}{n}_norm"), shape.rope_theta) for t, n in ((q, "q"), (k, "k")))
+        q, k, v = (linear(y, f"{at}{n}_proj").unflatten(-1, (-1, shape.head_dim)) for n in "qkv")
+        q, k = (norm(t, f"{at}{n}_norm") for t, n in ((q, "q"), (k, "k")))
+        q, k = (rotate(t, shape.rope_theta) if places is None else t for t in (q, k))
         q, k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2).transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + dropout(F.linear(y, w[at + "o_proj.weight"]), shape.dropout, run, at[:-1], samples)
+        x = x + dropout(linear(y, at + "o_proj"), shape.dropout, run, at[:-1], samples)
         y, at = norm(x, layer + "post_attention_layernorm"), layer + "mlp."
-        y = F.silu(F.linear(y, w[at + "gate_proj.weight"])) * F.linear(y, w[at + "up_proj.weight"])
-        x = x + dropout(F.linear(y, w[at + "down_proj.weight"]), shape.dropout, run, at[:-1], samples)
+        gated = at + "gate_proj.weight" in w
+        up = linear(y, at + "up_proj")
+        y = F.silu(linear(y, at + "gate_proj")) * up if gated else F.gelu(up, approximate="tanh")
+        x = x + dropout(linear(y, at + "down_proj"), shape.dropout, run, at[:-1], samples)
     return F.linear(norm(x, "norm"), w["embed_tokens.weight" if shape.tie_word_embeddings else "lm_head.weight"])
 
 

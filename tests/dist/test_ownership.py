@@ -42,6 +42,9 @@ UNEVEN = replace(
 SHAPES = {
     "even, untied": SHAPE,
     "uneven, tied, with norms of heads": replace(UNEVEN, tie_word_embeddings=True, qk_norm=True),
+    "gpt2, uneven, tied": replace(
+        UNEVEN, family="gpt2", head_dim=15, tie_word_embeddings=True, max_position_embeddings=63
+    ),
     "uneven in every row, untied": replace(
         UNEVEN, hidden_size=58, intermediate_size=250, num_attention_heads=2, num_key_value_heads=2, head_dim=6
     ),

@@ -1,10 +1,14 @@
 """Each way to cut a run is the oracle's run: ZeRO-1 and 2, uneven shares, single precision, bf16 compute."""
 
+from dataclasses import replace
+
 from tests.jobs import SHAPE, TEN, Case, expected, train
 from tests.shapes import small_shape
 
 ZERO = ("fsdp4-z1", "fsdp2-z1.tp2-sp", "pp2.fsdp2-z1", "dp2.fsdp2-z1", "pp2.fsdp2-z2")
 THREE = ("fsdp3", "pp3", "dp3", "fsdp3-z1", "pp3", "fsdp3-z2")
+TWO = ("dp2", "fsdp2", "tp2", "tp2-sp", "pp2")
+GPT2 = small_shape(family="gpt2", num_key_value_heads=4, vocab_size=62, max_position_embeddings=63)
 TIED = small_shape(
     num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True, qk_norm=True
 )
@@ -40,6 +44,15 @@ def test_a_tied_embedding_with_two_holders_and_norms_of_heads_change_nothing():
 
     assert states <= 1e-12
     assert losses <= 1e-12
+
+
+def test_biases_and_learned_positions_change_nothing():
+    """GPT-2's form: two ranks in each way to cut it, then the products, with one tensor for embedding and head."""
+    tied = replace(GPT2, tie_word_embeddings=True, num_hidden_layers=4, vocab_size=61)
+    alone = furthest(Case(tour=TWO, size=2, shape=GPT2))
+    mixed = furthest(Case(tour=("fsdp2.tp2", "pp2.tp2-sp", "pp2.fsdp2"), shape=tied))
+
+    assert max(*alone, *mixed) <= 1e-12
 
 
 def test_every_composition_is_right_in_single_precision():

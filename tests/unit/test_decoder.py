@@ -20,6 +20,8 @@ SHAPES = {
     "tied": small_shape(tie_word_embeddings=True),
     "qk_norm": small_shape(qk_norm=True, tie_word_embeddings=True, rope_theta=1e6),
     "every head its own keys": small_shape(num_key_value_heads=4, dropout=0.0),
+    "gpt2, tied": small_shape(family="gpt2", num_key_value_heads=4, tie_word_embeddings=True),
+    "gpt2, untied": small_shape(family="gpt2", num_key_value_heads=2, num_attention_heads=2, head_dim=32),
     "one key head": small_shape(num_key_value_heads=1, head_dim=10, hidden_size=60),
 }
 
@@ -78,7 +80,9 @@ def test_plain_training_of_a_whole_part_equals_the_oracle(shape):
     for name, value in part.named_parameters():
         for state in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(optimizer.state[value][state], moments[name][state], rtol=0, atol=1e-12)
-        assert (value - start[name]).abs().max() > 1e-2
+        # Adam moves an element by its rate each step, but a bias of keys is without effect: softmax is blind to it.
+        blind = name.endswith("k_proj.bias")
+        assert (value - start[name]).abs().max() > 1e-2 or blind
 
 
 def test_the_oracle_sums_as_a_binary_counter_or_left_to_right():

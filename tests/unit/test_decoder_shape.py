@@ -42,6 +42,19 @@ LLAMA = {
     "num_attention_heads": 4,
     "vocab_size": 100,
 }
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "n_embd": 64,
+    "n_head": 4,
+    "n_inner": None,
+    "n_layer": 2,
+    "n_positions": 128,
+    "vocab_size": 100,
+    "attn_pdrop": 0.0,
+    "layer_norm_epsilon": 1e-05,
+}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +64,7 @@ LLAMA = {
         ("25m", 0.025, 0.03),
         ("200m", 0.201, 0.03),
         ("600m", 0.6, 0.03),
+        ("gpt2", 0.12444, 0.0001),
         ("llama-3.1-8b", 8.03, 0.001),
         ("llama-3.1-70b", 70.6, 0.001),
         ("llama-3.1-405b", 405.9, 0.001),
@@ -62,8 +76,8 @@ def test_a_preset_has_the_parameters_that_its_name_says(name, billions, toleranc
     assert total == pytest.approx(billions * 1e9, rel=tolerance)
 
 
-@pytest.mark.parametrize("name", ["tiny", "25m", "200m", "600m"])
-def test_our_presets_run_in_every_layout_of_four_ranks(name):
+@pytest.mark.parametrize("name", ["tiny", "25m", "200m", "600m", "gpt2"])
+def test_small_presets_run_in_every_layout_of_four_ranks(name):
     texts = ["dp4", "fsdp4", "dp2.fsdp2", "tp4", "tp4-sp", "fsdp2.tp2", "dp2.tp2-sp", "pp4", "pp2.fsdp2", "pp2.tp2"]
     found = {
         text: problems(parse_layout(text), PRESETS[name].limits(), world_size=4, num_microbatches=8, sequence=64)
@@ -83,7 +97,7 @@ def test_a_qwen3_config_reads_with_its_norms_and_its_tied_embedding():
 def test_a_llama_config_may_leave_out_what_its_class_has_a_default_for():
     shape = DecoderShape.from_config(LLAMA)
 
-    assert (shape.num_key_value_heads, shape.head_dim, shape.rms_norm_eps) == (4, 16, 1e-6)
+    assert (shape.num_key_value_heads, shape.head_dim, shape.norm_eps) == (4, 16, 1e-6)
     assert (shape.rope_theta, shape.max_position_embeddings, shape.qk_norm) == (10000.0, 2048, False)
 
 
@@ -104,7 +118,7 @@ def test_scaled_rotary_embedding_is_refused_by_name_when_the_model_is_to_train()
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
         ({"attention_bias": True}, "attention_bias is not built"),
         ({"mlp_bias": True}, "mlp_bias is not built"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -119,13 +133,64 @@ def test_scaled_rotary_embedding_is_refused_by_name_when_the_model_is_to_train()
         ({"num_key_value_heads": 3}, "3 do not divide 4"),
         ({"head_dim": 15}, "head_dim is 15"),
         ({"resid_pdrop": 1.0}, "dropout is 1.0"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"rms_norm_eps": 0}, "norm_eps is 0"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
     ],
 )
 def test_a_config_that_would_give_another_model_is_refused_by_name(change, named):
     with pytest.raises(ModelError) as caught:
         DecoderShape.from_config(LLAMA | change)
+
+    assert named in str(caught.value)
+
+
+def test_a_gpt_2_config_reads_in_its_own_words():
+    shape = DecoderShape.from_config(GPT2)
+
+    assert (shape.family, shape.hidden_size, shape.intermediate_size, shape.head_dim) == ("gpt2", 64, 256, 16)
+    assert (shape.num_hidden_layers, shape.num_key_value_heads, shape.max_position_embeddings) == (2, 4, 128)
+    assert (shape.tie_word_embeddings, shape.dropout) == (True, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"n_embd": None}, "n_embd is missing"),
+        ({"n_layer": 1.5}, "n_layer is 1.5; int is needed"),
+        ({"activation_function": "relu"}, "activation_function 'relu' is not built; only 'gelu_new'"),
+        ({"add_cross_attention": True}, "add_cross_attention is not built"),
+        ({"attn_pdrop": None}, "attn_pdrop 0.1 is not built; only 0"),
+        ({"embd_pdrop": 0.0}, "embd_pdrop 0.0 beside resid_pdrop 0.1"),
+        ({"scale_attn_weights": False}, "scale_attn_weights false"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is not built"),
+        ({"n_head": 5}, "hidden_size is 64; gpt2 needs the width of its heads, 5 heads of 12"),
+    ],
+)
+def test_a_gpt_2_config_that_would_give_another_model_is_refused_by_name(change, named):
+    with pytest.raises(ModelError) as caught:
+        DecoderShape.from_config(GPT2 | change)
+
+    assert named in str(caught.value)
+
+
+def test_dropout_is_passed_over_by_a_reader_of_tensors_alone():
+    published = GPT2 | {"attn_pdrop": 0.1, "embd_pdrop": 0.2}
+
+    assert DecoderShape.from_config(published, to_train=False) == DecoderShape.from_config(GPT2)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"family": "bert"}, "family is 'bert'; one of llama, gpt2"),
+        ({"qk_norm": True}, "gpt2 has no norms of heads"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2 for 4 heads"),
+        ({"head_dim": 8}, "hidden_size is 64"),
+    ],
+)
+def test_a_shape_that_a_family_has_not_is_refused(change, named):
+    with pytest.raises(ModelError) as caught:
+        dataclasses.replace(DecoderShape.from_config(GPT2), **change)
 
     assert named in str(caught.value)
 
@@ -141,7 +206,8 @@ def test_everything_wrong_with_a_config_is_reported_at_once():
     "shape",
     [
         *PRESETS.values(),
-        dataclasses.replace(TINY, qk_norm=True, tie_word_embeddings=True, dropout=0.25, rms_norm_eps=1e-6),
+        dataclasses.replace(TINY, qk_norm=True, tie_word_embeddings=True, dropout=0.25, norm_eps=1e-6),
+        dataclasses.replace(PRESETS["gpt2"], tie_word_embeddings=False, dropout=0.25, norm_eps=1e-6),
     ],
 )
 def test_a_written_config_reads_back_equal(shape, tmp_path):
@@ -205,6 +271,21 @@ def test_weights_are_out_by_in_and_cut_along_the_dim_that_tensor_parallel_splits
     assert found["mlp.down_proj.weight"] == ((128, 384), columns)
     assert found["input_layernorm.weight"] == found["norm.weight"] == ((128,), sharded)
     assert found["embed_tokens.weight"] == found["lm_head.weight"] == ((4096, 128), rows)
+
+
+def test_gpt_2_has_biases_cut_like_the_outputs_that_tensor_parallel_splits():
+    shape = dataclasses.replace(PRESETS["gpt2"], num_hidden_layers=1)
+    found = {tensor.name.removeprefix("layers.0."): (tensor.shape, tensor.cuts) for tensor in catalogue(shape)}
+    rows, columns, sharded = (("tp", 0), ("fsdp", 0)), (("tp", 1), ("fsdp", 0)), (("fsdp", 0),)
+
+    assert list(found)[:2] == ["embed_tokens.weight", "embed_positions.weight"]
+    assert found["embed_positions.weight"] == ((1024, 768), sharded)
+    assert found["self_attn.q_proj.bias"] == found["self_attn.v_proj.bias"] == ((768,), rows)
+    assert found["self_attn.o_proj.weight"] == ((768, 768), columns)
+    assert found["self_attn.o_proj.bias"] == found["mlp.down_proj.bias"] == ((768,), sharded)
+    assert found["mlp.up_proj.bias"] == ((3072,), rows)
+    assert found["input_layernorm.bias"] == found["norm.bias"] == ((768,), sharded)
+    assert not {name for name in found if "gate" in name or "lm_head" in name}
 
 
 def test_a_tied_embedding_is_one_tensor_held_first_and_last():

@@ -77,7 +77,7 @@ def test_another_seed_or_name_gives_unrelated_values(change):
     assert abs((one * other).mean().item()) < 5 / one.numel() ** 0.5
 
 
-def test_norms_start_at_one_and_writers_of_the_residual_stream_smaller_with_depth():
+def test_biases_start_at_zero_and_norms_at_one_and_writers_of_the_residual_stream_smaller_with_depth():
     shape = small_shape(num_hidden_layers=8)
 
     assert initial_rule("norm.weight", shape) == "ones"
@@ -86,4 +86,6 @@ def test_norms_start_at_one_and_writers_of_the_residual_stream_smaller_with_dept
     assert initial_rule("layers.3.self_attn.o_proj.weight", shape) == 0.005
     assert initial_rule("layers.3.mlp.down_proj.weight", shape) == 0.005
     assert initial_rule("embed_tokens.weight", shape) == initial_rule("layers.3.mlp.up_proj.weight", shape) == 0.02
+    assert initial_rule("norm.bias", shape) == initial_rule("layers.3.self_attn.o_proj.bias", shape) == "zeros"
     assert torch.equal(box_of((3, 4), ((1, 3), (0, 4)), rule="ones"), torch.ones(2, 4))
+    assert torch.equal(box_of((3, 4), ((1, 3), (0, 4)), rule="zeros"), torch.zeros(2, 4))

@@ -1,10 +1,11 @@
-"""One pipeline part of a decoder in today's form, under Hugging Face parameter names.
+"""One pipeline part of a decoder, under Hugging Face parameter names: in today's form, or in GPT-2's.
 
 A part holds a range of layers under their *global* numbers, the embedding if it is the first part, final norm and head
 if it is the last. It is plain torch and knows no layout: tensor parallelism (``ColwiseParallel`` on q, k, v, gate, up
 and the head, ``RowwiseParallel`` on o, down), sequence parallelism of the norms, ``fully_shard`` and pipelining are
 applied to it from outside. Head counts come from the local weights, hence a rank that holds a part of the heads runs
-the same code.
+the same code. GPT-2's form has the same modules under the same names, less the gate and the rotation, plus biases and
+positions.
 
 Legend of shapes: B samples, T tokens, H hidden size, N local heads, D head size.
 """
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynatrain.models.keyed import KeyedDropout, KeyedStream
-from dynatrain.space.decoder import DecoderShape
+from dynatrain.space.decoder import GPT2, DecoderShape
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 """What ``torch.compile`` and activation checkpointing put into the names of the modules that they wrap."""
@@ -53,21 +54,31 @@ class Rotary:
         return self._kept[1]
 
 
+def _norm(shape: DecoderShape, width: int) -> nn.Module:
+    """A norm over the last dim, as the family has it."""
+    return (nn.LayerNorm if shape.family == GPT2 else nn.RMSNorm)(width, eps=shape.norm_eps)
+
+
+def _linear(shape: DecoderShape, inputs: int, outputs: int) -> nn.Linear:
+    """A projection inside a block, with a bias where the family has them."""
+    return nn.Linear(inputs, outputs, bias=shape.family == GPT2)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention, with optional norms of queries and keys per head."""
 
-    def __init__(self, shape: DecoderShape, rotary: Rotary) -> None:
+    def __init__(self, shape: DecoderShape, rotary: Rotary | None) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         self.rotary = rotary
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        self.q_proj = _linear(shape, shape.hidden_size, queries)
+        self.k_proj = _linear(shape, shape.hidden_size, keys)
+        self.v_proj = _linear(shape, shape.hidden_size, keys)
+        self.o_proj = _linear(shape, queries, shape.hidden_size)
         if shape.qk_norm:
-            self.q_norm: nn.Module = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
-            self.k_norm: nn.Module = nn.RMSNorm(shape.head_dim, eps=shape.rms_norm_eps)
+            self.q_norm: nn.Module = _norm(shape, shape.head_dim)
+            self.k_norm: nn.Module = _norm(shape, shape.head_dim)
         else:
             self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
@@ -76,7 +87,9 @@ class Attention(nn.Module):
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = self.rotary(self.q_norm(q)), self.rotary(self.k_norm(k))
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
         mixed = functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         )
@@ -97,16 +110,29 @@ class FeedForward(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class GeluFeedForward(nn.Module):
+    """GELU by its tanh formula between two projections: GPT-2's."""
+
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.up_proj = _linear(shape, shape.hidden_size, shape.intermediate_size)
+        self.down_proj = _linear(shape, shape.intermediate_size, shape.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, H] -> [B, T, H]."""
+        return self.down_proj(functional.gelu(self.up_proj(x), approximate="tanh"))
+
+
 class DecoderLayer(nn.Module):
     """One transformer block; ``layer`` is its global number. Under sequence parallel x holds a range of tokens."""
 
-    def __init__(self, shape: DecoderShape, layer: int, rotary: Rotary, streams: KeyedStream) -> None:
+    def __init__(self, shape: DecoderShape, layer: int, rotary: Rotary | None, streams: KeyedStream) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.input_layernorm = _norm(shape, shape.hidden_size)
         self.self_attn = Attention(shape, rotary)
         self.self_attn_dropout = KeyedDropout(shape.dropout, f"layers.{layer}.self_attn", streams)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.mlp = FeedForward(shape)
+        self.post_attention_layernorm = _norm(shape, shape.hidden_size)
+        self.mlp = GeluFeedForward(shape) if shape.family == GPT2 else FeedForward(shape)
         self.mlp_dropout = KeyedDropout(shape.dropout, f"layers.{layer}.mlp", streams)
 
     def forward(self, x: Tensor, samples: Tensor) -> Tensor:
@@ -132,11 +158,15 @@ class DecoderPart(nn.Module):
         super().__init__()
         self.shape = shape
         self.streams = streams
-        rotary = Rotary(shape.head_dim, shape.rope_theta)
+        placed = shape.family == GPT2  # by a learned vector, else by rotation
+        rotary = None if placed else Rotary(shape.head_dim, shape.rope_theta)
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size) if first else None
+        self.embed_positions = (
+            nn.Embedding(shape.max_position_embeddings, shape.hidden_size) if first and placed else None
+        )
         self.embed_dropout = KeyedDropout(shape.dropout, "embed_tokens", streams) if first else None
         self.layers = nn.ModuleDict({str(layer): DecoderLayer(shape, layer, rotary, streams) for layer in layers})
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps) if last else None
+        self.norm = _norm(shape, shape.hidden_size) if last else None
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False) if last else None
         self.tie()
 
@@ -160,7 +190,12 @@ class DecoderPart(nn.Module):
             Logits [B, T, vocabulary] on the last part, else the hidden state.
         """
         if self.embed_tokens is not None:
-            x = self.embed_dropout(self.embed_tokens(x), samples)
+            x = self.embed_tokens(x)
+            if self.embed_positions is not None:
+                # Under sequence parallel x holds a range of the tokens from here on.
+                positions = torch.arange(x.shape[1], device=x.device) + self.streams.token_offset
+                x = x + self.embed_positions(positions[None])
+            x = self.embed_dropout(x, samples)
         for layer in self.layers.values():
             x = layer(x, samples)
         return x if self.lm_head is None else self.lm_head(self.norm(x))

@@ -19,8 +19,8 @@ from torch import Tensor
 from dynatrain.space.box import Box, shape_of, volume
 from dynatrain.space.decoder import DecoderShape
 
-Rule = float | Literal["ones"]
-"""A standard deviation, or all ones."""
+Rule = float | Literal["ones", "zeros"]
+"""A standard deviation, or one value for all."""
 
 _QUARTERS_MEAN = 2 * 0xFFFF
 _QUARTERS_STD = math.sqrt((2**32 - 1) / 3)
@@ -31,11 +31,13 @@ _BLOCK = 1 << 16
 def initial_rule(name: str, shape: DecoderShape) -> Rule:
     """How the parameter ``name`` (canonical) starts.
 
-    Norm weights are one. Projections that write to the residual stream get a std that falls with depth, so that the
-    stream's variance at the end does not grow with the number of layers.
+    Norm weights are one, biases zero. Projections that write to the residual stream get a std that falls with depth, so
+    that the stream's variance at the end does not grow with the number of layers.
     """
     if name.endswith("norm.weight"):
         return "ones"
+    if name.endswith(".bias"):
+        return "zeros"
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         return 0.02 / math.sqrt(2 * shape.num_hidden_layers)
     return 0.02
@@ -49,14 +51,14 @@ def initial_box(seed: int, name: str, shape: tuple[int, ...], box: Box, *, rule:
         name: canonical name.
         shape: global shape of the tensor.
         box: any box within ``shape``; may be empty.
-        rule: std or ``"ones"``.
+        rule: std, ``"ones"`` or ``"zeros"``.
         dtype: of the result. Values are rounded to fp32 first, so that fp64 and fp32 runs start from the same numbers.
 
     Returns:
         A new contiguous CPU tensor of the box's shape.
     """
-    if rule == "ones":
-        return torch.ones(shape_of(box), dtype=dtype)
+    if isinstance(rule, str):
+        return torch.full(shape_of(box), 1 if rule == "ones" else 0, dtype=dtype)
     flat = np.empty(volume(box), dtype=np.float32)
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), "little")
     place = 0

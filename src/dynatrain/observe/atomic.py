@@ -12,7 +12,7 @@ def write_atomically(path: Path, text: str) -> None:
     """
     draft = _draft(path, text)
     draft.replace(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def create_atomically(path: Path, text: str) -> None:
@@ -27,7 +27,7 @@ def create_atomically(path: Path, text: str) -> None:
         os.link(draft, path)
     finally:
         draft.unlink()
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _draft(path: Path, text: str) -> Path:
@@ -40,7 +40,7 @@ def _draft(path: Path, text: str) -> Path:
     return draft
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the names in a folder as lasting as the files."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

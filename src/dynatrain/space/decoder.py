@@ -1,7 +1,8 @@
 """The decoder-only transformer: its shape as a value, and the logical tensors that a model of that shape has.
 
-Names are Hugging Face's without the leading ``model.``; a linear layer's weight is ``[out, in]``. Legend of the dims:
-D hidden size, F intermediate size, H query heads, K key/value heads, d size of one head, V vocabulary.
+Names are Hugging Face's for Llama without the leading ``model.``, in every family; a linear layer's weight is
+``[out, in]``. Legend of the dims: D hidden size, F intermediate size, H query heads, K key/value heads, d size of one
+head, V vocabulary, P positions.
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from typing import Any, Self
 from dynatrain.layout.legality import ModelLimits
 from dynatrain.space.hf_config import ModelError, decoder_fields, read_json, written_config
 from dynatrain.space.tensor import FIRST, ITEMSIZE, LAST, Catalogue, State, Tensor
+
+LLAMA, GPT2 = FAMILIES = ("llama", "gpt2")
+"""Families of decoders: see :class:`DecoderShape`."""
 
 Cuts = tuple[tuple[str, int], ...]
 
@@ -26,18 +30,20 @@ class DecoderShape:
 
     Attributes:
         hidden_size: width of the residual stream.
-        intermediate_size: width between the two halves of the SwiGLU block.
+        intermediate_size: width between the two halves of the MLP.
         num_hidden_layers: transformer blocks.
         num_attention_heads: query heads.
         num_key_value_heads: key/value heads; divides the query heads.
-        head_dim: elements of one head; even, because rotary embedding turns pairs.
+        head_dim: elements of one head; even where rotary embedding turns pairs.
         vocab_size: rows of the embedding and of the head.
         tie_word_embeddings: embedding and head are one tensor.
-        rms_norm_eps: added to the mean square under the root.
-        rope_theta: base of the rotary wavelengths.
+        norm_eps: added to the mean square (``gpt2``: the variance) under the root.
+        rope_theta: base of the rotary wavelengths; ``gpt2`` has none.
         qk_norm: RMS norm over each query and key head.
         max_position_embeddings: longest sequence, in tokens.
         dropout: probability with which an element that enters the residual stream is dropped.
+        family: ``llama``: RMS norms, rotary embedding, SwiGLU, no biases (Qwen3 too, with ``qk_norm``); ``gpt2``: layer
+            norms, learned positions, GELU by its tanh formula, a bias in every norm and linear layer but the head.
     """
 
     hidden_size: int
@@ -48,24 +54,38 @@ class DecoderShape:
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool = False
-    rms_norm_eps: float = 1e-5
+    norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     qk_norm: bool = False
     max_position_embeddings: int = 2048
     dropout: float = 0.0
+    family: str = LLAMA
 
     def __post_init__(self) -> None:
         problems = [f"{name} is {getattr(self, name)}; at least 1" for name in _SIZES if getattr(self, name) < 1]
         if self.num_key_value_heads > 0 and self.num_attention_heads % self.num_key_value_heads:
             pair = f"{self.num_key_value_heads} do not divide {self.num_attention_heads}"
             problems.append(f"num_key_value_heads must divide num_attention_heads: {pair}")
-        if self.head_dim % 2:
-            problems.append(f"head_dim is {self.head_dim}; rotary embedding needs an even number")
+        problems += self._family_problems()
         problems += [f"{name} is {getattr(self, name)}; above 0" for name in _REALS if not getattr(self, name) > 0]
         if not 0 <= self.dropout < 1:
             problems.append(f"dropout is {self.dropout}; from 0 up to, but not, 1")
         if problems:
             raise ModelError("a decoder of this shape cannot be built", tuple(problems))
+
+    def _family_problems(self) -> list[str]:
+        if self.family not in FAMILIES:
+            return [f"family is {self.family!r}; one of {', '.join(FAMILIES)}"]
+        if self.family == LLAMA:
+            return [f"head_dim is {self.head_dim}; rotary embedding needs an even number"] if self.head_dim % 2 else []
+        found = ["qk_norm is true; gpt2 has no norms of heads"] if self.qk_norm else []
+        if self.num_key_value_heads != self.num_attention_heads:
+            pair = f"{self.num_key_value_heads} for {self.num_attention_heads} heads"
+            found.append(f"num_key_value_heads is {pair}; gpt2 has a key/value head for each")
+        if self.num_attention_heads * self.head_dim != self.hidden_size:
+            wide = f"{self.num_attention_heads} heads of {self.head_dim}"
+            found.append(f"hidden_size is {self.hidden_size}; gpt2 needs the width of its heads, {wide}")
+        return found
 
     @classmethod
     def from_config(cls, config: dict[str, Any], *, to_train: bool = True) -> Self:
@@ -102,7 +122,7 @@ class DecoderShape:
         )
 
 
-_REALS = ("rms_norm_eps", "rope_theta")
+_REALS = ("norm_eps", "rope_theta")
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -149,33 +169,53 @@ def catalogue(
     beside = (State(rule.name, rule.dtype or dtype, rule.scalar) for rule in optimizer_states)
     states = (State("param", dtype), *beside)
     last: tuple[int | str, ...] = (LAST,)
-    shape_VD = (shape.vocab_size, shape.hidden_size)  # noqa: N806  # the legend's names
+    D = shape.hidden_size  # noqa: N806  # the legend's names
+    shape_VD = (shape.vocab_size, D)  # noqa: N806
     first = (FIRST, LAST) if shape.tie_word_embeddings else (FIRST,)
     tensors = [Tensor("embed_tokens.weight", shape_VD, _ROWS, first, states, "embedding")]
+    if shape.family == GPT2:
+        shape_PD = (shape.max_position_embeddings, D)  # noqa: N806
+        tensors.append(Tensor("embed_positions.weight", shape_PD, _SHARDED, (FIRST,), states, "embedding"))
     for layer in range(shape.num_hidden_layers):
         unit = f"layers.{layer}"
-        tensors += [
-            Tensor(f"{unit}.{name}.weight", dims, cuts, (layer,), states, unit) for name, dims, cuts in _block(shape)
-        ]
-    tensors.append(Tensor("norm.weight", (shape.hidden_size,), _SHARDED, last, states, "head"))
+        tensors += [Tensor(f"{unit}.{name}", dims, cuts, (layer,), states, unit) for name, dims, cuts in _block(shape)]
+    tensors += [Tensor(name, dims, cuts, last, states, "head") for name, dims, cuts in _norm(shape, "norm", D)]
     if not shape.tie_word_embeddings:
         tensors.append(Tensor("lm_head.weight", shape_VD, _ROWS, last, states, "head"))
     return tuple(tensors)
 
 
-def _block(shape: DecoderShape) -> Iterator[tuple[str, tuple[int, ...], Cuts]]:
-    """Name, shape and cuts of each parameter of one transformer block, in the order of construction."""
+Parameters = Iterator[tuple[str, tuple[int, ...], Cuts]]
+"""Name, shape and cuts of each parameter, in the order of construction."""
+
+
+def _block(shape: DecoderShape) -> Parameters:
+    """One transformer block's."""
     D, F, d = shape.hidden_size, shape.intermediate_size, shape.head_dim  # noqa: N806  # the legend's names
     Hd, Kd = shape.num_attention_heads * d, shape.num_key_value_heads * d  # noqa: N806
-    yield "input_layernorm", (D,), _SHARDED
-    yield "self_attn.q_proj", (Hd, D), _ROWS
-    yield "self_attn.k_proj", (Kd, D), _ROWS
-    yield "self_attn.v_proj", (Kd, D), _ROWS
-    yield "self_attn.o_proj", (D, Hd), _COLUMNS
+    yield from _norm(shape, "input_layernorm", D)
+    yield from _linear(shape, "self_attn.q_proj", (Hd, D), _ROWS)
+    yield from _linear(shape, "self_attn.k_proj", (Kd, D), _ROWS)
+    yield from _linear(shape, "self_attn.v_proj", (Kd, D), _ROWS)
+    yield from _linear(shape, "self_attn.o_proj", (D, Hd), _COLUMNS)
     if shape.qk_norm:
-        yield "self_attn.q_norm", (d,), _SHARDED
-        yield "self_attn.k_norm", (d,), _SHARDED
-    yield "post_attention_layernorm", (D,), _SHARDED
-    yield "mlp.gate_proj", (F, D), _ROWS
-    yield "mlp.up_proj", (F, D), _ROWS
-    yield "mlp.down_proj", (D, F), _COLUMNS
+        yield from _norm(shape, "self_attn.q_norm", d)
+        yield from _norm(shape, "self_attn.k_norm", d)
+    yield from _norm(shape, "post_attention_layernorm", D)
+    if shape.family == LLAMA:
+        yield from _linear(shape, "mlp.gate_proj", (F, D), _ROWS)
+    yield from _linear(shape, "mlp.up_proj", (F, D), _ROWS)
+    yield from _linear(shape, "mlp.down_proj", (D, F), _COLUMNS)
+
+
+def _norm(shape: DecoderShape, name: str, width: int) -> Parameters:
+    yield f"{name}.weight", (width,), _SHARDED
+    if shape.family == GPT2:
+        yield f"{name}.bias", (width,), _SHARDED
+
+
+def _linear(shape: DecoderShape, name: str, out_by_in: tuple[int, int], cuts: Cuts) -> Parameters:
+    yield f"{name}.weight", out_by_in, cuts
+    if shape.family == GPT2:
+        # Where tp cuts the sum over the inputs, the bias is added once, after the sum: all its ranks hold a copy.
+        yield f"{name}.bias", out_by_in[:1], _ROWS if cuts == _ROWS else _SHARDED

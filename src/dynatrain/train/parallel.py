@@ -23,7 +23,7 @@ from dynatrain.layout.layout import Layout
 from dynatrain.layout.stages import stage_ranges
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.keyed import KeyedStream
-from dynatrain.space.decoder import DecoderShape
+from dynatrain.space.decoder import GPT2, DecoderShape
 from dynatrain.train.reduction import TreeReduceScatter, tree_all_reduce
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -81,13 +81,17 @@ def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {}
     if part.embed_tokens is not None:
         plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        if layout.sp and part.embed_positions is not None:
+            # Each rank places its own tokens: the weight is a copy whose gradient is a sum over the tp ranks.
+            plan["embed_positions"] = SequenceParallel(use_local_output=True)
     if part.lm_head is not None:
         plan["lm_head"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
         if layout.sp:
             plan["norm"] = SequenceParallel()
     for number, block in part.layers.items():
         at = f"layers.{number}"
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        gate = () if part.shape.family == GPT2 else ("mlp.gate_proj",)
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", *gate, "mlp.up_proj"):
             plan[f"{at}.{name}"] = ColwiseParallel(input_layouts=between)
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             plan[f"{at}.{name}"] = RowwiseParallel(output_layouts=between)
@@ -109,7 +113,8 @@ def _shard(part: DecoderPart, layout: Layout, mesh: DeviceMesh, precision: Preci
     units: list[nn.Module | list[nn.Module]] = list(part.layers.values())
     if not tied_here:
         if part.embed_tokens is not None:
-            units.insert(0, part.embed_tokens)
+            positions = [] if part.embed_positions is None else [part.embed_positions]
+            units.insert(0, [part.embed_tokens, *positions])
         if part.lm_head is not None:
             units.append([part.norm, part.lm_head])
     for unit in units:

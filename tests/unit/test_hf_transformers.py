@@ -1,0 +1,100 @@
+"""The same weights give the same logits here and in ``transformers``, whichever side made them."""
+
+import pytest
+import torch
+from tests.shapes import small_shape
+from tests.shelves import export, load, random_weights
+
+from dynatrain.data.tokenizer import byte_tokenizer
+from dynatrain.models.decoder import DecoderPart
+from dynatrain.models.keyed import KeyedStream
+from dynatrain.space.decoder import DecoderShape
+
+UNLIKE_DEFAULTS = {"norm_eps": 3e-4, "dropout": 0.1}
+GPT2 = {"family": "gpt2", "num_key_value_heads": 4, **UNLIKE_DEFAULTS}
+SHAPES = {
+    "llama": small_shape(rope_theta=777.0, **UNLIKE_DEFAULTS),
+    "llama, tied": small_shape(tie_word_embeddings=True, num_key_value_heads=4),
+    "qwen3": small_shape(qk_norm=True, head_dim=32, rope_theta=777.0, **UNLIKE_DEFAULTS),
+    "qwen3, tied": small_shape(qk_norm=True, tie_word_embeddings=True, num_key_value_heads=1),
+    "gpt2": small_shape(**GPT2),
+    "gpt2, tied": small_shape(tie_word_embeddings=True, **GPT2 | {"intermediate_size": 256}),
+}
+TOKENS = torch.arange(2 * 40).view(2, 40) * 7 % 61
+cases = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """Imported late: it takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        import transformers  # noqa: PLC0415
+
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        yield transformers
+
+
+def logits_of(shape, weights):
+    part = DecoderPart(shape, range(shape.num_hidden_layers), first=True, last=True, streams=KeyedStream(seed=0))
+    part.load_state_dict(weights, assign=True, strict=not shape.tie_word_embeddings)
+    part.tie()
+    with torch.no_grad():
+        return part.eval()(TOKENS, torch.arange(2))
+
+
+def largest_difference(shape, weights, model):
+    with torch.no_grad():
+        theirs = model.eval()(TOKENS).logits
+    assert theirs.abs().max() > 0.1
+    return (theirs - logits_of(shape, weights)).abs().max().item()
+
+
+@cases
+def test_our_export_is_their_model(transformers, tmp_path, shape):
+    weights = random_weights(shape)
+    path = export(tmp_path / "model", shape, weights, dtype="fp32", max_shard_bytes=50_000)
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+
+    assert {key: found for key, found in told.items() if found} == {}
+    assert largest_difference(shape, weights, model) <= 1e-5
+
+
+@cases
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": 50_000}], ids=["one file", "shards"])
+def test_their_model_is_ours_after_import(transformers, tmp_path, shape, options):
+    config = transformers.AutoConfig.for_model(**shape.to_config(), bos_token_id=None, eos_token_id=None)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for value in model.parameters():  # biases and norms start at zeros and ones there
+            value.normal_(0, 0.1)
+    model.save_pretrained(tmp_path, **options)
+
+    read = DecoderShape.read_config(tmp_path)
+    assert largest_difference(read, load(tmp_path, read), model) <= 1e-5
+
+
+@cases
+def test_a_weight_out_of_place_shows(shape):
+    """The planted fault of the tests above: the rows of one tensor move up by one."""
+    weights = random_weights(shape)
+    right = logits_of(shape, weights)
+    moved = {name: logits_of(shape, weights | {name: value.roll(-1, 0)}) for name, value in weights.items()}
+    unseen = {name for name, logits in moved.items() if (logits - right).abs().max() < 5e-5}
+
+    # What is added to every key alike is added to every score of a query alike.
+    assert unseen == {name for name in weights if name.endswith("k_proj.bias")}
+
+
+def test_an_export_with_its_tokenizer_generates(transformers, tmp_path):
+    shape = small_shape(vocab_size=257)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    path = export(tmp_path / "model", shape, random_weights(shape), tmp_path / "tokenizer.json")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+
+    assert (model.dtype, model.generation_config.eos_token_id, tokenizer.eos_token_id) == (torch.bfloat16, 256, 256)
+    prompt = tokenizer("live", return_tensors="pt")
+    assert prompt.input_ids.tolist() == [list(b"live")]
+    assert model.generate(**prompt, max_new_tokens=4, do_sample=False, pad_token_id=256).shape[1] > 4
