@@ -76,7 +76,7 @@ def test_a_resumed_run_goes_on_with_the_bits_of_the_run_that_never_stopped(tmp_p
 
 def test_a_save_is_of_one_step_whatever_switches_beside_it(tmp_path):
     tour = {3: "dp2", 7: "fsdp2", 11: "dp2"}
-    logs = saved_run(tmp_path, tour=tour, until=14, every=1, keep_last=99)
+    logs = saved_run(tmp_path, tour=tour, until=18, every=1, keep_last=99)
     assert [end[1] for end in logs[0][1]] == ["committed"] * 3
     for path in checkpoints(tmp_path):
         step = Manifest.read(path).step

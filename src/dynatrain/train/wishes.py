@@ -51,7 +51,7 @@ class Wishes:
         """Take the wishes that could begin at ``step``, one by one, oldest first; take no more than can be begun."""
         for at in sorted(at for at in self._schedule if at - LEAD_STEPS <= step):
             self._asked.append(Order(layout=self._schedule.pop(at), mode=self._mode, at=at, by="schedule"))
-        if self._every and (at := step - step % self._every + self._every) - LEAD_STEPS <= step and at > self._saved:
+        if self._every and (at := step + LEAD_STEPS) % self._every == 0 and at > self._saved:
             self._saved = at
             self._asked.append(Order(layout="", verb="save", at=at, by="interval"))
         for number in range(self._seen, self._board.news()):
