@@ -25,9 +25,10 @@ class Wishes:
         self._board = board
         self._schedule = dict(schedule)
         self._every = every
-        self._saved = -1
+        self._next_save = self._after(0)
         self._mode = mode
         self._asked: list[Order] = []
+        self._interval: list[Order] = []  # one at most: a save that is overtaken by the next is left out
         self._seen = 0
 
     def add(self, layout: str, *, mode: str, at: int, by: str) -> None:
@@ -40,27 +41,32 @@ class Wishes:
 
     def put_back(self, orders: list[Order]) -> None:
         """Orders that cannot begin yet: they come again at the next edge."""
-        self._asked = orders + self._asked
+        for order in orders:
+            (self._interval if order.by == "interval" else self._asked).append(order)
 
     def begun(self, step: int) -> None:
         """The job begins, or goes on, at a step: what was due before is not due any more."""
         self._schedule = {at: layout for at, layout in self._schedule.items() if at > step}
-        self._saved = step
+        self._next_save = self._after(step)
+
+    def _after(self, step: int) -> int:
+        """The next step after ``step`` before which the job is saved by itself."""
+        return (step // self._every + 1) * self._every if self._every else 0
 
     def due(self, step: int) -> Iterator[Order]:
         """Take the wishes that could begin at ``step``, one by one, oldest first; take no more than can be begun."""
         for at in sorted(at for at in self._schedule if at - LEAD_STEPS <= step):
             self._asked.append(Order(layout=self._schedule.pop(at), mode=self._mode, at=at, by="schedule"))
-        if self._every and (at := step + LEAD_STEPS) % self._every == 0 and at > self._saved:
-            self._saved = at
-            self._asked.append(Order(layout="", verb="save", at=at, by="interval"))
+        if self._every and self._next_save - LEAD_STEPS <= step:
+            self._interval = [Order(layout="", verb="save", at=self._next_save, by="interval")]
+            self._next_save = self._after(max(step, self._next_save))
         for number in range(self._seen, self._board.news()):
             text = self._board.read(number)
             if text is not None:
                 self._asked.append(self._order_of(json.loads(text), number))
             self._seen = number + 1
-        while self._asked:
-            yield self._asked.pop(0)
+        while waiting := self._asked or self._interval:  # what somebody waits for goes first
+            yield waiting.pop(0)
 
     def answer(self, order: Order, outcome: str, message: str, switch: int | None = None) -> None:
         """Tell whoever asked what became of it."""
