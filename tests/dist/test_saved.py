@@ -1,15 +1,27 @@
 """Saved beside training in one layout, loaded in another, on other numbers of ranks: every bit of everything."""
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.dist.foreign import everywhere
+import torch.distributed.checkpoint as dcp
+from tests.dist.foreign import build_net, everywhere, switcher, whole
 from tests.dist.test_switcher_state import Loop, equal
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dynatrain.observe.checkpoints import Manifest, checkpoints, newest
+from dynatrain.observe.checkpoints import MANIFEST, Manifest, checkpoints, newest
+from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.saving import Saves
+
+PLAIN = Path(__file__).with_name("plain_resume.py")
 
 
 def saved_run(root, *, layout="fsdp2", size=2, until=10, every=4, tour=None, **settings):
@@ -99,3 +111,158 @@ def test_random_streams_come_back(tmp_path):
         return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002 - the process-wide one
 
     assert everywhere(2, work) == [(True, True)] * 2
+
+
+def build_plain(mesh, _layout):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    if mesh["tp"].size() > 1:
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["fsdp"])
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def test_plain_pytorch_goes_on_from_it_without_us(tmp_path):
+    def work(world):
+        losses = []
+        sw = switcher(world, build_plain, "fsdp2.tp2", saves=Saves(root=tmp_path), data_parallel="free")
+        for step in sw.steps(until=6):
+            if step == 4:
+                sw.save_now()
+            x = torch.linspace(-1, 1, 40, dtype=torch.float64).reshape(8, 5) + step / 10
+            loss = sw.model(x).square().mean()
+            loss.backward()
+            sw.optimizer.step()
+            sw.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    (expected, *_) = everywhere(4, work)
+    (folder,) = checkpoints(tmp_path)
+    out = tmp_path / "losses"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PLAIN, folder, "4"]
+    subprocess.run([*map(str, command), str(out)], check=True, capture_output=True, timeout=60)
+    found = [float(line) for line in out.read_text().split()]
+    assert found == pytest.approx(expected[4:6], rel=0, abs=1e-12)
+
+
+def test_somebody_elses_checkpoint_loads_into_any_layout(tmp_path):
+    """As torchtitan lays it out: model at the top, the optimizer flattened, saved under FSDP2 x TP."""
+
+    def save(_world):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        torch.manual_seed(7)
+        net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(net, mesh=mesh["fsdp"])
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        net(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        optim = get_optimizer_state_dict(net, optimizer, options=options)
+        dcp.save(net.state_dict() | {"optimizer": optim}, checkpoint_id=tmp_path / "theirs")
+        return {name: whole(p) for name, p in net.named_parameters()}, {
+            (name, key): whole(value) if value.ndim else value.clone()
+            for name, p in net.named_parameters()
+            for key, value in optimizer.state[p].items()
+        }
+
+    def take(world):
+        sw = switcher(world, build_plain, "fsdp3")
+        step = sw.load(tmp_path / "theirs")
+        held = {name: entry.value for name, entry in sw.world.found.items()}
+        return (
+            step,
+            {name: whole(value) for name, value in held.items()},
+            {
+                (name, key): whole(value) if value.ndim else value.clone()
+                for name, param in held.items()
+                for key, value in sw.optimizer.state[param].items()
+            },
+        )
+
+    (values, moments), *_ = everywhere(4, save)
+    for step, found, states in everywhere(3, take):
+        assert step == 0
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+        assert states.keys() == moments.keys()
+        assert all(torch.equal(states[key], value) for key, value in moments.items())
+
+
+def renamed(tmp_path, change):
+    """A saved run of two ranks, one thing of its checkpoint changed."""
+    saved_run(tmp_path, until=3, every=0)
+    (folder,) = checkpoints(tmp_path)
+    change(folder)
+    return folder
+
+
+def cut_short(folder):
+    shard = folder / "__1_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def flip_a_bit(folder):
+    shard = folder / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (cut_short, "__1_0.distcp has"),
+        (flip_a_bit, "__0_0.distcp has hash"),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+        (lambda folder: (folder / ".metadata").unlink(), "it has no .metadata"),
+        (lambda folder: (folder / MANIFEST).write_text("{"), "manifest.json cannot be read"),
+        (lambda folder: (folder / MANIFEST).write_text('{"schema": 99}'), "written by a later version"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name_and_nothing_is_changed(tmp_path, change, said):
+    folder = renamed(tmp_path, change)
+
+    def work(world):
+        loop = Loop(world, {})
+        before = loop.state()
+        with pytest.raises(SwitchAbortedError) as refusal:
+            loop.sw.load(folder)
+        return str(refusal.value), equal(before, loop.state()), loop.sw.step
+
+    for words, differs, step in everywhere(2, work):
+        assert said in words
+        assert (differs, step) == ([], 0)
+
+
+def test_what_is_missing_or_left_over_is_refused_by_name(tmp_path):
+    saved_run(tmp_path, until=3, every=0)
+    (folder,) = checkpoints(tmp_path)
+
+    def work(world):
+        sw = switcher(world, build_net, "fsdp2", state={"extra": lambda _: Nothing()})
+        with pytest.raises(SwitchAbortedError) as refusal:
+            sw.load(folder)
+        return str(refusal.value)
+
+    for words in everywhere(2, work):
+        assert "it has objects.shared" in words
+        assert "which nothing here takes" in words
+
+    def registered(world):
+        loop = Loop(world, {}, state={"extra": lambda _: Nothing()})
+        with pytest.raises(SwitchAbortedError) as refusal:
+            loop.sw.load(folder)
+        return str(refusal.value)
+
+    for words in everywhere(2, registered):
+        assert "it has lr, which is not registered here" in words
+        assert "it has no extra, which is registered here" in words
+
+
+class Nothing:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        assert state == {}
