@@ -97,6 +97,8 @@ MISTAKES = {
         ["validation.every = 5", "nearest: data.validation = 0.05, or validation.every = 0"],
     ),
     "tokens beside text": (["train", "good.toml", "--data.paths=['a.bin','little']"], ["a.bin and a.idx", "all text"]),
+    "a name too long": (["train", "good.toml", "--run", "x" * 300], ["File name too long", "for example"]),
+    "a run of too long a name": (["status", "x" * 300], ["No run", "Nearest: old"]),
     "unwritable run folder": (["train", "good.toml", "--run", "/proc/nosuch/run"], ["/proc/nosuch/run", "cannot be"]),
     "a run of that name": (["train", "good.toml", "--run", "old"], ["runs/old", "resume", "--run old-2"]),
     "a run of that name, fresh": (["train", "good.toml", "--run", "old", "--fresh"], ["runs/old", "--run old-2"]),
@@ -139,6 +141,19 @@ def test_a_mistake_gets_one_message_and_code_2_and_leaves_nothing(case, place):
     text = " ".join((said.out + said.err).split())
     assert [name for name in named if name not in text] == []
     assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"), [("--data.paths=['nosuch']", "nosuch"), ("--device=cuda", "device = 'cpu'")]
+)
+def test_a_run_that_is_refused_in_a_fresh_folder_leaves_it_as_it_was(tmp_path, monkeypatch, setting, named):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "text.txt").write_text("There is enough of it here. " * 200)
+    (tmp_path / "run.toml").write_text("layout = 'dp2'\ndata = {paths = ['text.txt'], validation = 0.0}\n")
+    before = sorted(tmp_path.rglob("*"))
+    said = dynatrain("train", "run.toml", setting, cwd=tmp_path)
+    assert (said.code, named in said.err) == (2, True), said
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_the_newest_run_is_meant_and_there_must_be_one(tmp_path, place):

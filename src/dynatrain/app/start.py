@@ -2,10 +2,11 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from dynatrain.app.mistake import MistakeError, all_of
+from dynatrain.app.mistake import MistakeError, all_of, is_mistake
 from dynatrain.app.progress import watch
 from dynatrain.cluster.launch import run_agent
 from dynatrain.cluster.place import place_from
@@ -13,6 +14,7 @@ from dynatrain.config.run import RunConfig
 from dynatrain.config.toml import to_toml
 from dynatrain.data.corpus import already_tokenised
 from dynatrain.data.prepare import Request, open_samples, open_validation, prepare
+from dynatrain.observe.atomic import passing_parents
 from dynatrain.observe.run import RunFolder
 from dynatrain.observe.versions import environment, require_tested, versions
 from dynatrain.space.presets import PRESETS
@@ -50,9 +52,10 @@ def start(config: RunConfig, path: Path, *, quiet: bool = False, entry: str = EN
     size, device = checked.layout.world_size, checked.config.device
     if place.node > 0:
         return None, run_agent(RunFolder(path.absolute()), entry, size, device)
-    run = _make(checked, path)
-    with watch(run, checked.config.steps, quiet=quiet) as announce:
-        return run, run_agent(run, entry, size, device, announce=announce)
+    with passing_parents(path):
+        run = _make(checked, path)
+        with _taken_back(run), watch(run, checked.config.steps, quiet=quiet) as announce:
+            return run, run_agent(run, entry, size, device, announce=announce)
 
 
 def _anywhere(config: RunConfig) -> RunConfig:
@@ -110,3 +113,14 @@ def _make(checked: CheckedRun, path: Path) -> RunFolder:
         shutil.rmtree(run.path)
         raise
     return run
+
+
+@contextmanager
+def _taken_back(run: RunFolder) -> Iterator[None]:
+    """Take the run away again where the agent refuses to begin: no rank was started then, and nothing is lost."""
+    try:
+        yield
+    except ValueError as error:
+        if is_mistake(error) and not any(run.logs.glob("rank_*")):
+            shutil.rmtree(run.path)
+        raise

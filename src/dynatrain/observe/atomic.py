@@ -1,6 +1,8 @@
 """Files that are there whole or not at all, whatever is killed when."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -28,6 +30,19 @@ def create_atomically(path: Path, text: str) -> None:
     finally:
         draft.unlink()
     sync_folder(path.parent)
+
+
+@contextmanager
+def passing_parents(path: Path) -> Iterator[None]:
+    """Where the body raises, take those empty folders above ``path`` away again that were not there before."""
+    absent = [folder for folder in path.absolute().parents if not os.path.lexists(folder)]
+    try:
+        yield
+    except BaseException:
+        for folder in absent:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def _draft(path: Path, text: str) -> Path:

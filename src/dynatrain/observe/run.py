@@ -25,11 +25,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from dynatrain.observe.atomic import write_atomically
+from dynatrain.observe.atomic import passing_parents, write_atomically
 from dynatrain.observe.process import boot_id, start_of
 
 RUNS = Path("runs")
 """Where runs are kept when nothing else is said."""
+
+_SHOWN_NAME = 100
+"""Letters of a run's name that other names are made from: a name has at most 255."""
 
 Liveness = Literal["alive", "ended", "gone", "elsewhere"]
 """An agent's process runs; has ended and said how; was killed; or is on another host, where we cannot look."""
@@ -93,23 +96,28 @@ class RunFolder:
             RunError: the place is taken, or cannot be written.
         """
         run = cls(path.absolute())
-        run._refuse_taken()
         try:
-            run.path.parent.mkdir(parents=True, exist_ok=True)
-            draft = Path(tempfile.mkdtemp(prefix=f".{run.name}.", dir=run.path.parent))
+            run._refuse_taken()
+            with passing_parents(run.path):
+                run._make(config, environment)
         except OSError as error:
             raise run._unwritable(error) from error
+        return run
+
+    def _make(self, config: str, environment: Mapping[str, object]) -> None:
+        """Write everything under another name, then take the right one."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{self.name[:_SHOWN_NAME]}.", dir=self.path.parent))
         try:
             draft.chmod(0o755)
             for folder in ("logs", "requests", "switches"):
                 (draft / folder).mkdir()
             (draft / "config.toml").write_text(config, encoding="utf-8")
             (draft / "environment.json").write_text(json.dumps(dict(environment), indent=1) + "\n", encoding="utf-8")
-            draft.rename(run.path)
-        except OSError as error:
+            draft.rename(self.path)
+        except OSError:
             shutil.rmtree(draft, ignore_errors=True)
-            raise run._unwritable(error) from error
-        return run
+            raise
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -164,8 +172,11 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether a run is there."""
-        return self.config.is_file() and self.environment.is_file()
+        """Whether a run is there. Where the system will not look (a name too long, a folder closed to us), none is."""
+        try:
+            return self.config.is_file() and self.environment.is_file()
+        except OSError:
+            return False
 
     @property
     def config(self) -> Path:
@@ -280,7 +291,7 @@ class RunFolder:
             )
 
     def _unwritable(self, error: OSError) -> RunError:
-        free = Path(tempfile.gettempdir()) / "runs" / self.name
+        free = Path(tempfile.gettempdir()) / "runs" / self.name[:_SHOWN_NAME]
         return RunError(
             f"The run folder {self.path} cannot be written: {error.strerror}. A run needs a folder that this user "
             f"may write; for example {free}."
