@@ -64,6 +64,9 @@ MISTAKES = {
     "unknown command": (["layuot", "dp4"], ["layuot", "layout"]),
     "unknown option": (["plan", "dp4", "tp4", "--modell", "tiny"], ["--modell", "--model"]),
     "malformed layout": (["layout", "fdsp4"], ["fdsp4", "fsdp4"]),
+    "a layout of too many ranks": (["train", "good.toml", "--layout=dp1000000"], ["at most 65536", "legal: dp65536"]),
+    "a layout of a great many ranks": (["train", "good.toml", "--layout=dp65536"], ["micro-batches", "legal: dp8, "]),
+    "a number without end": (["layout", "dp99999999999999999999"], ["a number of 20 digits", "dp65536"]),
     "three layouts": (["layout", "dp2", "dp3", "dp4"], ["3 layouts"]),
     "two illegal layouts": (
         ["plan", "tp3", "pp9", "--model", "tiny"],

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from dynatrain.layout.form import LayoutError, form_problems
@@ -109,3 +111,12 @@ def test_a_split_that_does_not_divide_is_pinned_in_the_print():
 def test_what_goes_without_saying_is_left_out_when_resolved():
     assert resolve(parse_layout("pp2_2_2"), 4) == resolve(parse_layout("pp2"), 4)
     assert resolve(Layout(axes=(("dp", 2),), order=(0, 1)), 4) == parse_layout("dp2")
+
+
+def test_what_is_near_a_layout_of_many_ranks_is_found_in_a_moment():
+    began = time.process_time()
+    for text in ("dp65536", "pp65536", "fsdp30030", "tp16384.dp4"):
+        for world in (None, parse_layout(text).world_size, 8):
+            assert nearest(parse_layout(text), TINY, world_size=world, num_microbatches=64) or world not in {None, 8}
+
+    assert time.process_time() - began < 5

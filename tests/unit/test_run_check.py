@@ -35,6 +35,12 @@ def test_what_was_left_open_is_filled_in_and_layouts_are_canonical():
     assert check_run(run.config) == run
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (9, 0), (50, 5), (100, 10), (1000, 10)])
+def test_a_run_of_any_length_has_a_warm_up_that_fits(steps, warmup):
+    assert checked(f"--steps={steps}").config.optimizer.warmup_steps == warmup
+    assert checked(f"--steps={steps}", "--optimizer.warmup_steps=1").config.optimizer.warmup_steps == 1
+
+
 def test_the_dropout_of_the_model_holds_unless_the_run_sets_one(tmp_path):
     config = PRESETS["tiny"].to_config() | {"resid_pdrop": 0.25}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -54,6 +60,8 @@ def test_the_dropout_of_the_model_holds_unless_the_run_sets_one(tmp_path):
         (["--layout=pp4.dp4", "--batch.global_sequences=16"], "each needs at least 4"),
         (["--layout=tp2-sp", "--data.sequence=63"], "does not divide the sequence length (-sp), 63"),
         (["--batch.micro_sequences=3"], "3 does not divide batch.global_sequences = 16; nearest: 2 or 4"),
+        (["--layout=pp9"], "nearest legal: pp4, "),
+        (["--layout=dp2", '--switch=[{step=3, layout="pp9"}]'], "nearest legal: "),
         (["--steps=5", "--optimizer.warmup_steps=6"], "optimizer.warmup_steps = 6: at most steps = 5"),
         (['--switch=[{step=200, layout="dp1"}]'], "switch.0.step = 200: below steps = 200"),
         (

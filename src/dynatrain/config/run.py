@@ -72,8 +72,8 @@ class Optimizer(Section):
     """Added to the root of the second moment."""
     weight_decay: NotNegative = 0.1
     """Decoupled decay, as a multiple of the learning rate."""
-    warmup_steps: WholeNumber = 10
-    """Steps until the learning rate is at its highest."""
+    warmup_steps: WholeNumber | None = None
+    """Steps until the learning rate is at its highest; by default a tenth of all, at most 10."""
     min_lr_ratio: Share = 0.1
     """Learning rate at the end, as a fraction of the highest."""
     clip_norm: NotNegative = 1.0

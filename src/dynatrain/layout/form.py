@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TypeVar
 
-from dynatrain.layout.layout import AXES, Layout
+from dynatrain.layout.layout import AXES, MOST_RANKS, Layout
 
 Name = TypeVar("Name", str, int)
 
@@ -38,6 +38,8 @@ def _axis_problems(layout: Layout) -> list[str]:
         for name, size in layout.axes
         if size < 2
     ]
+    if layout.world_size > MOST_RANKS:
+        found.append(f"the layout has {layout.world_size} ranks; at most {MOST_RANKS}")
     return found
 
 
@@ -60,10 +62,12 @@ def _option_problems(layout: Layout) -> list[str]:
 
 def _order_problems(layout: Layout) -> list[str]:
     order, world = layout.order, layout.world_size
-    if not order or sorted(order) == list(range(world)):
+    if not order:
         return []
     if len(order) != world:
         return [f"order lists {len(order)} ranks but the layout has {world}; write the order in full"]
+    if sorted(order) == list(range(world)):
+        return []
     twice = ", ".join(str(rank) for rank in _repeated(order)) or "none"
     missing = ", ".join(str(rank) for rank in sorted(set(range(world)) - set(order)))
     return [f"order is not a permutation of 0..{world - 1}: twice {twice}, missing {missing}"]

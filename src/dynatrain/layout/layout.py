@@ -13,6 +13,9 @@ from dataclasses import dataclass
 AXES = ("pp", "dp", "fsdp", "tp")
 """All mesh axes, outermost first in the usual rank order."""
 
+MOST_RANKS = 1 << 16
+"""Ranks of the largest layout: more than anybody has trained on, and few enough to count what is near it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Coordinates:

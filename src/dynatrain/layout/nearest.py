@@ -10,21 +10,30 @@ from dynatrain.layout.text import print_layout
 
 Sizes = dict[str, int]
 
+_EACH = 64
+"""Sizes of one axis up to here are each tried."""
+
 
 def ranked(layout: Layout, world_size: int | None) -> list[Layout]:
     """All layouts of ``world_size`` ranks in the options of ``layout`` where they still apply, and without ``-sp``.
 
-    With a free world: those of the layout's own size, and those that change one axis alone, up to twice its size.
+    With a free world: those of the layout's own size, and those that change one axis alone, up to twice its size; of an
+    axis of more than :data:`_EACH`, to powers of two beyond that.
     Sorted by changed axes, then by how far sizes change, then by options given up, then by text.
     """
     if world_size is not None:
         candidates = list(_factorings(world_size))
     else:
         own = {axis: layout.size(axis) for axis in AXES}
-        alone = [own | {axis: size} for axis in AXES for size in range(1, 2 * own[axis] + 1)]
+        alone = [own | {axis: size} for axis in AXES for size in _sizes(2 * own[axis])]
         candidates = [*_factorings(layout.world_size), *alone]
     found = {variant for sizes in candidates for variant in _variants(layout, sizes)}
     return sorted(found, key=lambda near: _distance(layout, near))
+
+
+def _sizes(most: int) -> list[int]:
+    powers = (1 << power for power in range(most.bit_length()))
+    return [*range(1, min(most, _EACH) + 1), *(size for size in powers if size > _EACH)]
 
 
 def _factorings(world_size: int) -> Iterator[Sizes]:
@@ -54,7 +63,7 @@ def _variants(layout: Layout, sizes: Sizes) -> Iterator[Layout]:
         stages=layout.stages if len(layout.stages) == sizes["pp"] > 1 else (),
         zero=layout.zero if sizes["fsdp"] > 1 and layout.zero in {1, 2} else 3,
         sp=layout.sp and sizes["tp"] > 1,
-        order=layout.order if sorted(layout.order) == list(range(world)) else (),
+        order=layout.order if layout.order and sorted(layout.order) == list(range(world)) else (),
     )
     for sp in {kept.sp, False}:
         for stages in {kept.stages, ()}:

@@ -11,7 +11,7 @@ import math
 import re
 
 from dynatrain.layout.form import LayoutError, form_problems
-from dynatrain.layout.layout import AXES, Layout
+from dynatrain.layout.layout import AXES, MOST_RANKS, Layout
 
 ONE_RANK = "dp1"
 """The text of the layout without any axis."""
@@ -29,13 +29,13 @@ def parse_layout(text: str) -> Layout:
     """The layout that ``text`` spells.
 
     Raises:
-        LayoutError: listing every part that does not parse and every rule of form that is broken. Whether a model and
-            a world allow the layout is :func:`dynatrain.layout.legality.check`'s question.
+        LayoutError: listing every part that does not parse and every rule of form that is broken, with the spelling
+            that was probably meant. Whether a model and a world allow the layout is
+            :func:`dynatrain.layout.legality.check`'s question.
     """
     layout, problems = _read(text)
     if problems:
-        nearest = _repaired(text)
-        raise LayoutError(f"{text!r} is not a layout", tuple(problems), (nearest,) if nearest else ())
+        raise LayoutError(f"{text!r} is not a layout", tuple(problems), (_repaired(text),))
     return layout
 
 
@@ -95,7 +95,7 @@ def _read(text: str) -> tuple[Layout, list[str]]:
         stages=stages,
         zero=next((int(option[1]) for option in sorted(options) if option.startswith("z")), 3),
         sp="sp" in options,
-        order=() if order == tuple(range(math.prod(size for _, size in axes))) else order,
+        order=() if order == tuple(range(len(order))) and len(order) == math.prod(size for _, size in axes) else order,
     )
     return layout, problems or list(form_problems(layout))
 
@@ -104,7 +104,9 @@ def _part_problem(part: str) -> str:
     """What is wrong with one part, taken alone; empty where nothing is."""
     match = _AXIS.fullmatch(part)
     rule = ""
-    if part.startswith("order"):
+    if number := re.search(r"[0-9]{10,}", part):
+        rule = f"a number of {len(number[0])} digits; a layout has at most {MOST_RANKS} ranks"
+    elif part.startswith("order"):
         if not _ORDER.fullmatch(part):
             rule = "an order is written in full (order_0_2_1_3), not as a hash"
     elif _CHUNKS.fullmatch(part):
@@ -132,12 +134,22 @@ def _option_problem(axis: str, options: list[str]) -> str:
 
 
 def _repaired(text: str) -> str:
-    """The legal spelling that ``text`` probably meant; empty where there is no good guess."""
+    """The legal spelling that ``text`` probably meant; where there is no good guess, the axes that can be made out."""
     lower = re.sub(r"(?<=[a-z])[=:_\- ]+(?=[0-9])", "", text.strip().lower().replace("order_", "order~"))
     parts = [part for part in re.split(r"[^a-z0-9_~\-]+", lower.replace("-z3", "")) if part]
     guess = ".".join(filter(None, map(_repaired_part, parts))) or ONE_RANK
     layout, problems = _read(guess)
-    return "" if problems or guess == text else print_layout(layout)
+    return _axes_of(lower) if problems or guess == text else print_layout(layout)
+
+
+def _axes_of(text: str) -> str:
+    """The axes in ``text`` that can stand together, each once and without options; one rank where there are none."""
+    sizes: dict[str, int] = {}
+    for axis, digits in re.findall(rf"(?<![a-z])({'|'.join(AXES)})({_NUMBER})", text):
+        size = min(int(digits[:9]), MOST_RANKS)
+        if axis not in sizes and 1 < size <= MOST_RANKS // math.prod(sizes.values()):
+            sizes[axis] = size
+    return print_layout(Layout(axes=tuple(sizes.items())))
 
 
 def _repaired_part(part: str) -> str:

@@ -11,9 +11,9 @@ from dynatrain.config.run import RunConfig
 from dynatrain.data.corpus import already_tokenised
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
-from dynatrain.layout.legality import check
+from dynatrain.layout.legality import check, nearest
 from dynatrain.layout.resolve import resolve
-from dynatrain.layout.text import parse_layout, print_layout
+from dynatrain.layout.text import parse_layout, print_layout, short_layout
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.space.hf_config import ModelError
 from dynatrain.space.presets import resolve_model
@@ -21,13 +21,17 @@ from dynatrain.space.presets import resolve_model
 _BYTE_TOKENS = 257
 """One token per byte, and the end of a document."""
 
+_WARMUP_STEPS = 10
+"""Steps of warm-up where nothing is said and the run is long enough."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedRun:
     """A run whose parts fit.
 
     Attributes:
-        config: as asked, with what was left open filled in (world size, dropout) and every layout in canonical text.
+        config: as asked, with what was left open filled in (world size, dropout, warm-up) and every layout in canonical
+            text.
         shape: the model, with the run's dropout.
         layout: the layout at the start, its pipeline split resolved.
         switches: ``(first step in it, layout)`` of each scheduled change, ascending.
@@ -90,16 +94,16 @@ def _layout_problems(
     key: str, layout: Layout, shape: DecoderShape, config: RunConfig, world_size: int | None
 ) -> list[str]:
     micro_batches, rest = divmod(config.batch.global_sequences, config.batch.micro_sequences)
+    limits, batches, sequence = shape.limits(), None if rest else micro_batches, config.data.sequence
     try:
-        check(
-            layout,
-            shape.limits(),
-            world_size=world_size,
-            num_microbatches=None if rest else micro_batches,
-            sequence=config.data.sequence,
-        )
+        check(layout, limits, world_size=world_size, num_microbatches=batches, sequence=sequence)
     except LayoutError as error:
-        return [f"{key}: {error}"]
+        if error.nearest or config.world.size:
+            return [f"{key}: {error}"]
+        # No layout of that size is legal, but nothing asks for that size.
+        near = nearest(layout, limits, num_microbatches=batches, sequence=sequence)
+        said = LayoutError(f"{short_layout(layout)} is not legal here", error.problems, tuple(map(print_layout, near)))
+        return [f"{key}: {said}"]
     return []
 
 
@@ -114,9 +118,9 @@ def _batch_problems(config: RunConfig) -> list[str]:
 
 def _schedule_problems(config: RunConfig) -> list[str]:
     problems = []
-    if config.optimizer.warmup_steps > config.steps:
+    if _warmup(config) > config.steps:
         limit = f"at most steps = {config.steps}"
-        problems.append(f"optimizer.warmup_steps = {config.optimizer.warmup_steps}: {limit}")
+        problems.append(f"optimizer.warmup_steps = {_warmup(config)}: {limit}")
     before = 0
     for i, switch in enumerate(config.switch):
         if switch.step >= config.steps:
@@ -146,6 +150,11 @@ def _data_problems(config: RunConfig, shape: DecoderShape) -> list[str]:
     return problems
 
 
+def _warmup(config: RunConfig) -> int:
+    asked = config.optimizer.warmup_steps
+    return min(_WARMUP_STEPS, config.steps // 10) if asked is None else asked
+
+
 def _filled(config: RunConfig, shape: DecoderShape, layouts: list[Layout]) -> RunConfig:
     """The configuration with nothing left open, so that what is written down says all."""
     first, *later = map(print_layout, layouts)
@@ -154,6 +163,7 @@ def _filled(config: RunConfig, shape: DecoderShape, layouts: list[Layout]) -> Ru
             "layout": first,
             "world": config.world.model_copy(update={"size": layouts[0].world_size}),
             "model": config.model.model_copy(update={"dropout": shape.dropout}),
+            "optimizer": config.optimizer.model_copy(update={"warmup_steps": _warmup(config)}),
             "switch": tuple(
                 switch.model_copy(update={"layout": text}) for switch, text in zip(config.switch, later, strict=True)
             ),
