@@ -127,6 +127,9 @@ def test_a_record_without_a_field_is_refused_by_its_name(key):
         ({"seconds": replace(GOOD.seconds, commit=None)}, "phases ['commit'] have no seconds"),
         ({"versions": {"dynatrain": "0.1.0"}}, "versions lacks ['python', 'torch']"),
         ({"peak_bytes": PeakBytes(device={}, host={4: Peak(predicted=1, measured=1)})}, "ranks ['4'] outside"),
+        ({"from_": "zzz"}, "from is not a layout: 'zzz'"),
+        ({"to": "fsdp2"}, "to is fsdp2, of 2 ranks, but world.new is 4"),
+        ({"mode": "auto"}, "the mode is auto: it was never decided"),
         ({"mode": "loose"}, "certificate.mode is 'loose'"),
         ({"outcome": "perhaps"}, "certificate.outcome is 'perhaps'"),
         ({"schema": 2}, "certificate.schema is 2"),
@@ -148,6 +151,7 @@ def test_an_aborted_switch_need_not_have_come_to_its_digests():
         floor_seconds=None,
     )
     assert check_certificate(aborted) == ()
+    assert check_certificate(aborted | {"mode": "auto"}) == ()
 
 
 @pytest.mark.parametrize("junk", [None, [], "x", 3, {"schema": 1}, record() | {"bytes": 3}, record() | {"extra": 1}])

@@ -6,6 +6,7 @@ Ctrl-C; 143 SIGTERM; 1 only for a bug of ours. Only the module of the command th
 
 import difflib
 import importlib
+import io
 import json
 import os
 import sys
@@ -39,6 +40,8 @@ DONE, BUG, MISTAKE, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 def main() -> int:
     """Run the command of this process; returns its exit code."""
     words = sys.argv[1:]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a damaged file may say what no encoding knows
     try:
         return _run(words)
     except KeyboardInterrupt:

@@ -44,6 +44,7 @@ class Change:
         new: the ownership after.
         mode: ``keep`` or ``tight``.
         budget_bytes: bytes above ``max(old, new)`` that a rank may hold in ``tight``, staging included; 0 in ``keep``.
+        round_bytes: bytes of whole tensors that travel in one round of ``keep``.
         ranks_per_node: as for the planner.
         storage: bytes of every granule on every rank.
         schedule: the rounds.
@@ -55,6 +56,7 @@ class Change:
     new: Ownership
     mode: str
     budget_bytes: int
+    round_bytes: int
     ranks_per_node: int | None
     storage: Storage
     schedule: Schedule
@@ -106,6 +108,7 @@ class Change:
             plan,
             summary,
             budget_bytes=self.budget_bytes,
+            round_bytes=self.round_bytes,
             ranks_per_node=self.ranks_per_node,
             adoptable=self.adoptable,
         )
@@ -118,6 +121,7 @@ def change(
     *,
     mode: str,
     budget_bytes: int = 0,
+    round_bytes: int = ROUND_BYTES,
     ranks_per_node: int | None = None,
     adoptable: Adoptable | None = None,
 ) -> Change:
@@ -129,6 +133,7 @@ def change(
         new: the ownership after.
         mode: ``keep`` or ``tight``.
         budget_bytes: for ``tight``; 0 for the planner's own choice.
+        round_bytes: for ``keep``: bytes of whole tensors that travel in one round.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; None puts all ranks on one node.
         adoptable: which equal boxes may keep their storage; by default those that are padded alike.
 
@@ -144,9 +149,10 @@ def change(
         new=new,
         mode=mode,
         budget_bytes=budget,
+        round_bytes=round_bytes,
         ranks_per_node=ranks_per_node,
         storage=held,
-        schedule=tight_schedule(held, budget) if budget else keep_schedule(tensors, ROUND_BYTES),
+        schedule=tight_schedule(held, budget) if budget else keep_schedule(tensors, round_bytes),
         adoptable=adoptable,
     )
 
@@ -190,6 +196,7 @@ def change_of_record(record: PlanRecord) -> Change:
         new,
         mode=record.mode,
         budget_bytes=record.budget_bytes,
+        round_bytes=record.round_bytes,
         ranks_per_node=record.ranks_per_node,
         adoptable=lambda index: record.tensors[index].adoptable,
     )

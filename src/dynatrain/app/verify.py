@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from dynatrain.app.mistake import MistakeError
-from dynatrain.app.planned import change_of_record
+from dynatrain.app.planned import Change, change_of_record
 from dynatrain.judge.certificate import check_certificate
-from dynatrain.plan.record import PlanRecord
+from dynatrain.plan.errors import PlanError
+from dynatrain.plan.record import PlanRecord, PlanRecordError
+from dynatrain.plan.schedule import STAGING_BYTES
+
+_NO_PLAN = "no plan.json beside the certificate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +43,7 @@ def read_object(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise MistakeError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MistakeError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise MistakeError(f"{path} holds a {type(found).__name__}; a certificate or a plan is a JSON object.")
@@ -65,39 +69,61 @@ def check_switch(folder: Path) -> Checked:
     plan_path, certificate_path = folder / "plan.json", folder / "certificate.json"
     if not certificate_path.exists():
         return Checked(what=folder.name, problems=("no certificate: the switch never came to its end",), record={})
-    checked = _certificate(folder.name, read_object(certificate_path))
+    try:
+        checked = _certificate(folder.name, read_object(certificate_path))
+    except MistakeError as error:
+        checked = Checked(what=folder.name, problems=(str(error),), record={})
     if not plan_path.exists():
-        return checked if checked.problems else _with(checked, ("no plan.json beside the certificate",))
-    plan = check_plan(plan_path)
-    pair = () if checked.problems or plan.problems else tuple(_apart(checked.record, plan_path))
-    return _with(checked, (*plan.problems, *pair))
+        return checked if checked.problems or not _planned(checked.record) else _with(checked, (_NO_PLAN,))
+    plan, record, planned = _derived(plan_path)
+    if checked.problems or plan.problems or record is None or planned is None:
+        return _with(checked, plan.problems)
+    return _with(checked, tuple(_apart(checked.record, record, planned)))
+
+
+def _planned(certificate: dict[str, Any]) -> bool:
+    """Whether a switch came as far as to have a plan."""
+    return certificate["outcome"] != "aborted" or int(certificate["plan_hash"], 16) != 0
 
 
 def check_plan(path: Path) -> Checked:
     """Derive a plan anew from its record, compare, and have it judged."""
-    record = PlanRecord.from_json(path.read_text(encoding="utf-8"))
-    planned = change_of_record(record)
+    return _derived(path)[0]
+
+
+def _derived(path: Path) -> tuple[Checked, PlanRecord | None, Change | None]:
+    """What a check of a plan found, the plan as recorded, and as derived anew; None as far as it cannot be."""
+    try:
+        record = PlanRecord.from_object(read_object(path))
+        planned = change_of_record(record)
+    except PlanRecordError as error:
+        return Checked(what=str(path), problems=error.problems, record={}), None, None
+    except (MistakeError, PlanError) as error:
+        return Checked(what=str(path), problems=(str(error),), record={}), None, None
     whole = planned.whole()
     again = planned.record(whole, planned.summary(whole))
-    compared = ["plan_hash", "bytes", "floor_bytes"]
+    compared = ["plan_hash", "bytes", "floor_bytes", "budget_bytes"]
     if record.mode == "keep":
-        compared.append("peak_bytes")  # in tight it depends on an order that is computed once, and judged as such
+        compared += [
+            "peak_bytes",
+            "rounds",
+        ]  # in tight they depend on an order that is computed once, and judged as such
     differing = [
         f"{name} is {getattr(record, name)}, derived anew it is {getattr(again, name)}"
         for name in compared
         if getattr(record, name) != getattr(again, name)
     ]
-    verdict = planned.verdict(whole)
-    return Checked(
+    checked = Checked(
         what=str(path),
         claims=f"{record.from_} -> {record.to}, plan {record.plan_hash}",
-        problems=(*differing, *verdict.problems),
+        problems=(*differing, *planned.verdict(whole).problems),
         record={},
     )
+    return checked, record, planned
 
 
 def _certificate(what: str, found: dict[str, Any]) -> Checked:
-    problems = check_certificate(found)
+    problems = check_certificate(found) or tuple(_beyond_prediction(found))
     if problems:
         return Checked(what=what, problems=problems, record={})
     digest = ", digests equal" if found["digest"]["equal"] else ""
@@ -105,14 +131,47 @@ def _certificate(what: str, found: dict[str, Any]) -> Checked:
     return Checked(what=what, claims=claims, record=found)
 
 
-def _apart(certificate: dict[str, Any], plan_path: Path) -> Iterator[str]:
+def _peaks(certificate: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Peaks by rank, wherever the state lies."""
+    found = certificate["peak_bytes"]
+    return {int(rank): peak for place in ("device", "host") for rank, peak in found[place].items()}
+
+
+def _beyond_prediction(certificate: dict[str, Any]) -> Iterator[str]:
+    """Ranks of a committed switch in ``tight`` that held more than was promised."""
+    if (certificate["outcome"], certificate["mode"]) != ("committed", "tight"):
+        return
+    for rank, peak in _peaks(certificate).items():
+        most = peak["predicted"] + STAGING_BYTES
+        if peak["measured"] is not None and peak["measured"] > most:
+            yield f"rank {rank} held {peak['measured']} bytes; predicted, with all that staging may take, are {most}"
+
+
+def _apart(certificate: dict[str, Any], record: PlanRecord, planned: Change) -> Iterator[str]:
     """In what a certificate and the plan beside it differ."""
-    plan = read_object(plan_path)
-    for name in ("from", "to", "mode", "plan_hash", "bytes"):
-        if certificate["outcome"] != "committed" and name == "bytes":
-            continue  # what was not moved is not claimed
-        if certificate[name] != plan[name]:
-            yield f"the certificate's {name} is {certificate[name]}, the plan's {plan[name]}"
+    plan = {"from": record.from_, "to": record.to, "mode": record.mode, "plan_hash": record.plan_hash}
+    committed = certificate["outcome"] == "committed"
+    if committed:
+        plan["bytes"] = record.bytes  # what was not moved is not claimed
+    for name, value in plan.items():
+        if certificate[name] != value:
+            yield f"the certificate's {name} is {certificate[name]}, the plan's {value}"
+    if committed:
+        yield from _broken_promise(_peaks(certificate), record, planned)
+
+
+def _broken_promise(peaks: dict[int, dict[str, Any]], record: PlanRecord, planned: Change) -> Iterator[str]:
+    """Peaks that are not those of the plan, or above what ``tight`` promises."""
+    if sorted(peaks) != list(range(len(record.peak_bytes))):
+        yield f"the certificate has peaks of ranks {sorted(peaks)}, the plan of {len(record.peak_bytes)} ranks"
+        return
+    held = [max(sides) for sides in zip(planned.storage.old.tolist(), planned.storage.new.tolist(), strict=True)]
+    for rank, peak in peaks.items():
+        if peak["predicted"] < record.peak_bytes[rank]:
+            yield f"rank {rank} is predicted {peak['predicted']} bytes, but holds {record.peak_bytes[rank]} in pieces"
+        most = held[rank] + record.budget_bytes
+        if record.mode == "tight" and peak["measured"] is not None and peak["measured"] > most:
+            yield f"rank {rank} held {peak['measured']} bytes; tight promises max(old, new) + budget = {most}"
 
 
 def _with(checked: Checked, problems: tuple[str, ...]) -> Checked:

@@ -5,11 +5,15 @@ itself? The fields are those of ``switches/NNN/certificate.json``.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dynatrain.judge.verdict import Coverage
+from dynatrain.layout.form import LayoutError
+from dynatrain.layout.text import parse_layout
+from dynatrain.observe.fields import ANY, Rule, count, duration, flag, hexadecimal, one_of, problems_of, text
+from dynatrain.observe.modes import DECIDED, MODES
 
 SCHEMA = 1
 """Version of the record; a reader refuses others."""
@@ -110,7 +114,7 @@ class Certificate:
         to: the new layout's text.
         world: ranks before and after.
         cause: who wanted it.
-        mode: ``keep`` or ``tight``.
+        mode: ``keep`` or ``tight``; as it was asked for where there never was a plan.
         outcome: ``committed``, ``aborted`` or ``failed``.
         plan_hash: as 16 hexadecimal digits.
         coverage: by kind of state, in bytes.
@@ -154,13 +158,13 @@ class Certificate:
         return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Certificate":
+    def from_json(cls, written: str) -> "Certificate":
         """The certificate that :meth:`to_json` wrote.
 
         Raises:
             ValueError: the text is no JSON object, or no record without contradictions: all problems are named.
         """
-        record = json.loads(text)
+        record = json.loads(written)
         if problems := check_certificate(record):
             raise ValueError("not a valid certificate: " + "; ".join(problems))
         peaks = {
@@ -184,88 +188,46 @@ class Certificate:
 
 def check_certificate(record: object) -> tuple[str, ...]:
     """What is wrong with a certificate as read from JSON; empty where nothing is."""
-    problems = _shape("certificate", record, _CERTIFICATE)
+    problems = problems_of("certificate", record, _CERTIFICATE)
     if problems or not isinstance(record, Mapping):
         return problems
     return (*_contradictions(record), *(_unproven(record) if record["outcome"] == "committed" else ()))
 
 
-_Rule = Callable[[object], bool] | Mapping[str, Any]
-
-
-def _count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _seconds(value: object) -> bool:
-    return value is None or (
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
-    )
-
-
-def _hex(value: object) -> bool:
-    return isinstance(value, str) and len(value) == 16 and set(value) <= set("0123456789abcdef")
-
-
-_PEAK = {"predicted": _count, "measured": lambda value: value is None or _count(value)}
-_ANY = "*"
-_CERTIFICATE: Mapping[str, _Rule] = {
+_PEAK = {"predicted": count, "measured": lambda value: value is None or count(value)}
+_CERTIFICATE: Mapping[str, Rule] = {
     "schema": lambda value: value == SCHEMA,
-    "run_id": _text,
-    "switch": _count,
-    "generation": _count,
-    "step": _count,
-    "from": _text,
-    "to": _text,
-    "world": {"old": _count, "new": _count},
-    "cause": {"verb": _text, "by": _text, "request_id": lambda value: isinstance(value, str)},
-    "mode": lambda value: value in {"keep", "tight"},
-    "outcome": lambda value: value in {"committed", "aborted", "failed"},
-    "plan_hash": _hex,
-    "coverage": {_ANY: dict.fromkeys((one.name for one in fields(Coverage)), _count)},
-    "replicas": {"groups": _count, "checked": _count, "unequal": _count},
-    "digest": {
-        "algorithm": _text,
-        "before": {_ANY: _hex},
-        "after": {_ANY: _hex},
-        "equal": lambda value: isinstance(value, bool),
-    },
-    "bytes": {"moved": _count, "relaid": _count, "adopted": _count},
-    "seconds": dict.fromkeys((one.name for one in fields(Seconds)), _seconds),
-    "lost_seconds": _seconds,
-    "floor_seconds": _seconds,
-    "peak_bytes": {"device": {_ANY: _PEAK}, "host": {_ANY: _PEAK}},
-    "transport": _text,
-    "versions": {_ANY: _text},
+    "run_id": text,
+    "switch": count,
+    "generation": count,
+    "step": count,
+    "from": text,
+    "to": text,
+    "world": {"old": count, "new": count},
+    "cause": {"verb": text, "by": text, "request_id": lambda value: isinstance(value, str)},
+    "mode": one_of(*MODES),
+    "outcome": one_of("committed", "aborted", "failed"),
+    "plan_hash": hexadecimal,
+    "coverage": {ANY: dict.fromkeys((one.name for one in fields(Coverage)), count)},
+    "replicas": {"groups": count, "checked": count, "unequal": count},
+    "digest": {"algorithm": text, "before": {ANY: hexadecimal}, "after": {ANY: hexadecimal}, "equal": flag},
+    "bytes": {"moved": count, "relaid": count, "adopted": count},
+    "seconds": dict.fromkeys((one.name for one in fields(Seconds)), duration),
+    "lost_seconds": duration,
+    "floor_seconds": duration,
+    "peak_bytes": {"device": {ANY: _PEAK}, "host": {ANY: _PEAK}},
+    "transport": text,
+    "versions": {ANY: text},
 }
-
-
-def _shape(where: str, value: object, rule: _Rule) -> tuple[str, ...]:
-    """Problems of ``value`` under ``rule``: a test of it, or rules of its keys (``*`` for any key)."""
-    if callable(rule):
-        return () if rule(value) else (f"{where} is {value!r}, which is not allowed there",)
-    if not isinstance(value, Mapping):
-        return (f"{where} is {value!r}, not an object",)
-    if _ANY in rule:
-        return tuple(problem for key in value for problem in _shape(f"{where}.{key}", value[key], rule[_ANY]))
-    return (
-        *(f"{where} lacks {key!r}" for key in rule if key not in value),
-        *(f"{where} has an unknown key {key!r}" for key in value if key not in rule),
-        *(problem for key in rule if key in value for problem in _shape(f"{where}.{key}", value[key], rule[key])),
-    )
 
 
 def _contradictions(record: Mapping[str, Any]) -> tuple[str, ...]:
     """What cannot be true of any switch."""
     problems = []
-    for kind, count in record["coverage"].items():
-        if count["expected"] + count["twice"] != count["written"] + count["missing"]:
-            problems.append(f"coverage.{kind}: expected + twice is not written + missing: {count}")
-    written, parts = sum(count["written"] for count in record["coverage"].values()), record["bytes"]
+    for kind, part in record["coverage"].items():
+        if part["expected"] + part["twice"] != part["written"] + part["missing"]:
+            problems.append(f"coverage.{kind}: expected + twice is not written + missing: {part}")
+    written, parts = sum(part["written"] for part in record["coverage"].values()), record["bytes"]
     if sum(parts.values()) != written:
         problems.append(f"bytes {parts} add up to {sum(parts.values())}, but coverage says {written} are written")
     digest = record["digest"]
@@ -274,25 +236,45 @@ def _contradictions(record: Mapping[str, Any]) -> tuple[str, ...]:
         problems.append(f"digest.equal is {digest['equal']}, but before and after are {'' if really else 'not '}equal")
     if record["replicas"]["unequal"] > record["replicas"]["checked"]:
         problems.append(f"replicas: more are unequal than were checked: {record['replicas']}")
-    world = range(max(record["world"].values()))
+    world = max(record["world"].values())
     for place in ("device", "host"):
-        strangers = [rank for rank in record["peak_bytes"][place] if rank not in {str(i) for i in world}]
+        strangers = [rank for rank in record["peak_bytes"][place] if not _is_rank(rank, world)]
         if strangers:
-            problems.append(f"peak_bytes.{place} has ranks {strangers} outside a world of {len(world)}")
+            problems.append(f"peak_bytes.{place} has ranks {strangers} outside a world of {world}")
+    problems += _misplaced(record)
     missing = [name for name in ("dynatrain", "python", "torch") if name not in record["versions"]]
     if missing:
         problems.append(f"versions lacks {missing}")
     return tuple(problems)
 
 
+def _is_rank(name: str, world: int) -> bool:
+    return len(name) < 10 and name.isascii() and name.isdecimal() and str(int(name)) == name and int(name) < world
+
+
+def _misplaced(record: Mapping[str, Any]) -> Iterator[str]:
+    """Layouts that are none, or not of their world's size."""
+    for name, side in (("from", "old"), ("to", "new")):
+        ranks = record["world"][side]
+        try:
+            layout = parse_layout(record[name])
+        except LayoutError as error:
+            yield f"{name} is not a layout: {'; '.join(error.problems)}"
+        else:
+            if layout.world_size != ranks:
+                yield f"{name} is {record[name]}, of {layout.world_size} ranks, but world.{side} is {ranks}"
+
+
 def _unproven(record: Mapping[str, Any]) -> tuple[str, ...]:
     """What a committed switch must show and this record does not."""
     problems = []
+    if record["mode"] not in DECIDED:
+        problems.append(f"committed, but the mode is {record['mode']}: it was never decided")
     if not record["coverage"]:
         problems.append("committed, but coverage names no state")
-    for kind, count in record["coverage"].items():
-        if count["expected"] != count["written"] or count["twice"] or count["missing"]:
-            problems.append(f"committed, but {kind} is not covered exactly once: {count}")
+    for kind, part in record["coverage"].items():
+        if part["expected"] != part["written"] or part["twice"] or part["missing"]:
+            problems.append(f"committed, but {kind} is not covered exactly once: {part}")
     if uncovered := sorted(set(record["digest"]["before"]) ^ set(record["coverage"])):
         problems.append(f"committed, but {uncovered} are in only one of coverage and digest")
     if not record["digest"]["equal"]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from dynatrain.observe.atomic import create_atomically, write_atomically
+from dynatrain.observe.modes import MODES, mode_problem
 
 ARGUMENTS: Mapping[str, frozenset[str]] = {"switch": frozenset({"layout", "mode"}), "stop": frozenset()}
 """The verbs, and the arguments that each knows."""
@@ -70,6 +71,9 @@ class Request:
                 f"{self.verb} knows no {name!r}; it takes {known}" for name in sorted(given - ARGUMENTS[self.verb])
             ]
         problems += [f"{k}: {v!r} is not text" for k, v in self.arguments.items() if not isinstance(v, str)]
+        mode = self.arguments.get("mode", MODES[0])
+        if isinstance(mode, str) and (problem := mode_problem(mode)):
+            problems.append(problem)
         if problems:
             raise RequestError("Bad request: " + "; ".join(problems) + ".")
 

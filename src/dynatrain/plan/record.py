@@ -10,8 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from dynatrain.layout.text import parse_layout, print_layout
+from dynatrain.observe.fields import shown
 from dynatrain.plan.build import Adoptable
+from dynatrain.plan.damage import damage
 from dynatrain.plan.hashes import plan_hash
+from dynatrain.plan.schedule import ROUND_BYTES
 from dynatrain.plan.summary import PlanSummary
 from dynatrain.plan.table import WholePlan
 from dynatrain.space.ownership import Ownership, Placement
@@ -22,7 +25,15 @@ SCHEMA = 1
 
 
 class PlanRecordError(ValueError):
-    """A text that is no plan record."""
+    """A text that is no plan record.
+
+    Attributes:
+        problems: everything that is wrong with it.
+    """
+
+    def __init__(self, what: str, problems: tuple[str, ...] = ()) -> None:
+        self.problems = problems or (what,)
+        super().__init__("\n".join((what, *(f"  - {problem}" for problem in problems))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +64,7 @@ class PlanRecord:
         mode: ``keep`` or ``tight``.
         budget_bytes: bytes above ``max(old, new)`` that a rank may hold, staging included; 0 in ``keep``, which has no
             such bound.
+        round_bytes: bytes of whole tensors that travel in one round of ``keep``.
         ranks_per_node: as the sources were chosen; None where all ranks are on one node.
         plan_hash: as 16 hexadecimal digits.
         rounds: number of rounds.
@@ -67,6 +79,7 @@ class PlanRecord:
     to: str
     mode: str
     budget_bytes: int
+    round_bytes: int
     ranks_per_node: int | None
     plan_hash: str
     rounds: int
@@ -102,17 +115,33 @@ class PlanRecord:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            PlanRecordError: the text is no such record.
+            PlanRecordError: the text is no such record; with everything that is wrong.
         """
         try:
             found = json.loads(text)
-            if found["schema"] != SCHEMA:
-                raise PlanRecordError(f"a plan record of schema {found['schema']!r}; this version reads {SCHEMA}")
-            found["tensors"] = tuple(map(_tensor, found["tensors"]))
-            found["peak_bytes"] = tuple(found["peak_bytes"])
-            return cls(from_=found.pop("from"), **found)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise PlanRecordError(f"not a plan record: {type(error).__name__}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise PlanRecordError(f"not a plan record: not JSON ({error})") from None
+        return cls.from_object(found)
+
+    @classmethod
+    def from_object(cls, found: object) -> Self:
+        """As :meth:`from_json`, of what was read from JSON; left as it is.
+
+        Raises:
+            PlanRecordError: it is no such record; with everything that is wrong.
+        """
+        if isinstance(found, dict) and "schema" in found and found["schema"] != SCHEMA:
+            raise PlanRecordError(f"a plan record of schema {shown(found['schema'])}; this version reads {SCHEMA}")
+        if problems := damage(found):
+            raise PlanRecordError("not a plan record", problems)
+        assert isinstance(found, dict)
+        more = {name: value for name, value in found.items() if name not in {"from", "tensors", "peak_bytes"}}
+        return cls(
+            from_=found["from"],
+            tensors=tuple(map(_tensor, found["tensors"])),
+            peak_bytes=tuple(found["peak_bytes"]),
+            **more,
+        )
 
 
 def record_of(
@@ -123,6 +152,7 @@ def record_of(
     summary: PlanSummary,
     *,
     budget_bytes: int,
+    round_bytes: int = ROUND_BYTES,
     ranks_per_node: int | None,
     adoptable: Adoptable,
 ) -> PlanRecord:
@@ -132,6 +162,7 @@ def record_of(
         to=print_layout(new.layout),
         mode=summary.mode,
         budget_bytes=budget_bytes,
+        round_bytes=round_bytes,
         ranks_per_node=ranks_per_node,
         plan_hash=f"{plan_hash(catalogue, plan.moves):016x}",
         rounds=summary.rounds,

@@ -145,6 +145,7 @@ def _draw_own(
             whole,
             summary,
             budget_bytes=0 if budget is None else budget + STAGING_BYTES,
+            round_bytes=party.round_bytes,
             ranks_per_node=party.ranks_per_node,
             adoptable=adoptable,
         )

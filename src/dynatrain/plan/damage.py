@@ -1,0 +1,118 @@
+"""What is wrong with a plan record as read from JSON: its form, and what its tensors could not be in its layouts."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dynatrain.layout.form import LayoutError
+from dynatrain.layout.layout import AXES, Layout
+from dynatrain.layout.text import parse_layout
+from dynatrain.observe.fields import Rule, count, flag, hexadecimal, one_of, problems_of, text
+from dynatrain.observe.modes import DECIDED
+from dynatrain.space.tensor import ITEMSIZE
+
+_MOST_BYTES = 1 << 60
+"""Above what any machine holds, and below where sums over ranks leave 64 bits."""
+
+
+def _cut(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and one_of(*AXES[1:])(value[0]) and count(value[1])
+
+
+def _anchor(value: object) -> bool:
+    return count(value) or text(value)
+
+
+def _node(value: object) -> bool:
+    return value is None or (count(value) and value != 0)
+
+
+_PLACEMENT: Rule = {"cuts": [_cut], "stages": [count]}
+_RECORD: Rule = {
+    "schema": count,
+    "from": text,
+    "to": text,
+    "mode": one_of(*DECIDED),
+    "budget_bytes": count,
+    "round_bytes": count,
+    "ranks_per_node": _node,
+    "plan_hash": hexadecimal,
+    "rounds": count,
+    "bytes": {"moved": count, "relaid": count, "adopted": count},
+    "peak_bytes": [count],
+    "floor_bytes": {"link": count, "machine": count},
+    "tensors": [
+        {
+            "tensor": {
+                "name": text,
+                "shape": [count],
+                "cuts": [_cut],
+                "anchors": [_anchor],
+                "states": [{"name": text, "dtype": one_of(*ITEMSIZE), "scalar": flag}],
+                "unit": text,
+            },
+            "old": _PLACEMENT,
+            "new": _PLACEMENT,
+            "adoptable": flag,
+        }
+    ],
+}
+
+
+def damage(record: object) -> tuple[str, ...]:
+    """Every problem of a plan record of this version's schema; empty where it can be derived anew."""
+    problems = problems_of("plan", record, _RECORD)
+    if problems or not isinstance(record, Mapping):
+        return problems
+    layouts: dict[str, Layout] = {}
+    for side, name in (("old", "from"), ("new", "to")):
+        try:
+            layouts[side] = parse_layout(record[name])
+        except LayoutError as error:
+            problems += (f"{name} is {error}",)
+    if problems:
+        return problems
+    return (*_of_whole(record, layouts), *(p for one in record["tensors"] for p in _of_tensor(one, layouts)))
+
+
+def _of_whole(record: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Iterator[str]:
+    tensors, ranks = record["tensors"], max(layout.world_size for layout in layouts.values())
+    granules = sum(len(one["tensor"]["states"]) for one in tensors)
+    if not tensors:
+        yield "the plan has no tensors"
+    elif not 1 <= record["rounds"] <= granules:
+        yield f"rounds is {record['rounds']}; {granules} granules take 1 to {granules}"
+    if len(record["peak_bytes"]) != ranks:
+        yield f"peak_bytes has {len(record['peak_bytes'])} numbers for {ranks} ranks"
+    if twice := [name for name, times in Counter(one["tensor"]["name"] for one in tensors).items() if times > 1]:
+        yield f"tensors {twice} appear twice; each appears once"
+    if sum(map(_bytes, tensors)) * ranks > _MOST_BYTES:
+        yield f"the tensors have more bytes than {ranks} ranks can hold"
+
+
+def _bytes(one: Mapping[str, Any]) -> int:
+    """At least the bytes of one tensor with all its states, also where a dim is empty."""
+    tensor = one["tensor"]
+    elements = math.prod(max(int(size), 1) for size in tensor["shape"])
+    return elements * sum(ITEMSIZE[state["dtype"]] for state in tensor["states"])
+
+
+def _of_tensor(one: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Iterator[str]:
+    tensor = one["tensor"]
+    name, dims = tensor["name"], len(tensor["shape"])
+    if not tensor["states"]:
+        yield f"{name} has no state"
+    yield from _of_cuts(name, tensor["cuts"], dims)
+    for side, layout in layouts.items():
+        stages, parts = one[side]["stages"], layout.size("pp")
+        yield from _of_cuts(f"{name}, {side}", one[side]["cuts"], dims)
+        if not stages or stages != sorted({stage for stage in stages if stage < parts}):
+            yield f"{name}, {side}: stages are {stages}; at least one of 0 .. {parts - 1}, ascending"
+
+
+def _of_cuts(name: str, cuts: Sequence[Sequence[Any]], dims: int) -> Iterator[str]:
+    axes = [axis for axis, _ in cuts]
+    if len(set(axes)) != len(axes):
+        yield f"{name}: cut by {', '.join(axes)}; each axis cuts once"
+    yield from (f"{name}: {axis} cuts dim {dim}; it has {dims} dims" for axis, dim in cuts if dim >= dims)

@@ -1,0 +1,200 @@
+"""A file that was damaged anywhere is found unsound or refused, and never called a bug of ours."""
+
+import copy
+import io
+import json
+import sys
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dynatrain.app.main import main
+from dynatrain.app.planned import change, change_of_model
+from dynatrain.layout.text import parse_layout
+from dynatrain.space.presets import PRESETS
+
+PAIR = (parse_layout("pp2.fsdp2"), parse_layout("fsdp2.tp2"))
+
+
+def written(mode):
+    """``(plan, certificate)`` of a switch of five tensors, as read from JSON."""
+    whole_model = change_of_model(PRESETS["tiny"], PAIR, mode=mode)
+    planned = change(whole_model.catalogue[:5], whole_model.old, whole_model.new, mode=mode)
+    whole = planned.whole()
+    record = planned.record(whole, planned.summary(whole))
+    coverage = planned.verdict(whole).coverage
+    digests = dict.fromkeys(coverage, "0" * 16)
+    certificate = {
+        "schema": 1,
+        "run_id": "r",
+        "switch": 1,
+        "generation": 0,
+        "step": 4,
+        "from": record.from_,
+        "to": record.to,
+        "world": {"old": 4, "new": 4},
+        "cause": {"verb": "switch", "by": "cli", "request_id": "7"},
+        "mode": mode,
+        "outcome": "committed",
+        "plan_hash": record.plan_hash,
+        "coverage": {
+            kind: {name: getattr(counts, name) for name in ("expected", "written", "twice", "missing")}
+            for kind, counts in coverage.items()
+        },
+        "replicas": {"groups": 2, "checked": 4, "unequal": 0},
+        "digest": {"algorithm": "sum", "before": digests, "after": digests, "equal": True},
+        "bytes": dict(record.bytes),
+        "seconds": dict.fromkeys(("build", "warm", "quiesce", "move", "check", "commit", "stall"), 0.5),
+        "lost_seconds": 0.5,
+        "floor_seconds": 0.25,
+        "peak_bytes": {
+            "device": {},
+            "host": {str(i): {"predicted": peak, "measured": peak} for i, peak in enumerate(record.peak_bytes)},
+        },
+        "transport": "gloo",
+        "versions": {"dynatrain": "0", "python": "3", "torch": "2"},
+    }
+    return json.loads(record.to_json()), json.loads(json.dumps(certificate))
+
+
+SWITCHES = {mode: written(mode) for mode in ("keep", "tight")}
+
+
+def check(folder, plan, certificate):
+    """``(exit code, everything said)`` of ``dynatrain check`` on a switch whose two files hold these values."""
+    folder.mkdir(exist_ok=True)
+    for name, value in (("plan.json", plan), ("certificate.json", certificate)):
+        (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    said, codes = "", set()
+    for path in (folder, folder / "plan.json", folder / "certificate.json"):
+        with mock.patch.multiple(sys, argv=["dynatrain", "check", str(path)], stdout=out, stderr=err):
+            codes.add(main())
+    for stream in (out, err):
+        stream.flush()
+        said += stream.buffer.getvalue().decode()
+    return codes, said
+
+
+def places(value, at=()):
+    """The paths of all values within a value."""
+    yield at
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inside:
+        yield from places(inner, (*at, key))
+
+
+JUNK = st.one_of(
+    st.sampled_from([None, True, False, 0, 1, -1, 7, 2.5, 2**31, 2**62, 10**30, 1e300, "", "x", "zzz", "keep", "auto"]),
+    st.sampled_from(["0" * 16, "tp2", "dp4", "float32", "fsdp", "pp", "last", "\ud800", "\n", "٣", [], {}, [[]]]),
+    st.sampled_from([["tp", 0], ["fsdp", 1], [0, 1], ["committed"], {"0": 1}, {"\ud800": 0}, [0], [1, 0], [0, 0]]),
+)
+
+
+@st.composite
+def damaged(draw):
+    """A switch's two values, of which one has one or two places replaced, removed, repeated or added to."""
+    mode = draw(st.sampled_from(sorted(SWITCHES)))
+    files = copy.deepcopy(list(SWITCHES[mode]))
+    which = draw(st.integers(0, 1))
+    for _ in range(draw(st.integers(1, 2))):
+        # By depth first: there are few places above the tensors, and many in them.
+        by_depth = {}
+        for place in places(files[which]):
+            by_depth.setdefault(len(place), []).append(place)
+        place = draw(st.sampled_from(by_depth[draw(st.sampled_from(sorted(by_depth)))]))
+        how, junk = draw(st.sampled_from(["put", "drop", "more"])), copy.deepcopy(draw(JUNK))
+        files[which] = altered(files[which], place, how, junk)
+    return files
+
+
+def altered(value, place, how, junk):
+    """``value`` with what stands at ``place`` replaced, dropped, or doubled."""
+    if not place:
+        return junk
+    inner = value
+    for key in place[:-1]:
+        inner = inner[key]
+    key = place[-1]
+    if how == "put":
+        inner[key] = junk
+    elif how == "drop":
+        del inner[key]
+    elif isinstance(inner, list):
+        inner.insert(key, copy.deepcopy(inner[key]))
+    else:
+        inner[f"{key}'"] = inner[key]
+    return value
+
+
+@pytest.mark.parametrize("mode", SWITCHES)
+def test_a_sound_switch_is_sound(tmp_path, mode):
+    codes, said = check(tmp_path / "001", *SWITCHES[mode])
+    assert codes == {0}, said
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(files=damaged())
+def test_a_file_damaged_anywhere_is_never_called_a_bug(tmp_path, files):
+    codes, said = check(tmp_path / "001", *files)
+    assert codes <= {0, 2, 3}, said
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.floats(0, 1, exclude_max=True), letters=st.text(max_size=3), cut=st.integers(0, 3))
+def test_a_text_damaged_anywhere_is_never_called_a_bug(tmp_path, where, letters, cut):
+    texts = [json.dumps(value) for value in SWITCHES["keep"]]
+    for i, whole in enumerate(texts):
+        at = int(where * len(whole))
+        letters = letters.encode(errors="replace").decode()
+        files = [whole[:at] + letters + whole[at + cut :] if i == j else texts[j] for j in range(2)]
+        codes, said = check(tmp_path / "001", *files)
+        assert codes <= {0, 2, 3}, said
+
+
+DAMAGE = {
+    "outcome of a list": (1, ["outcome"], ["committed"], "certificate.outcome is ['committed']"),
+    "no layout": (1, ["from"], "zzz", "from is not a layout"),
+    "another world": (1, ["to"], "tp2", "world.new is 4"),
+    "a peak of nothing": (1, ["peak_bytes", "host", "1", "predicted"], 10, "rank 1"),
+    "a peak without end": (1, ["peak_bytes", "host", "1", "measured"], 10**12, "rank 1 held 1000000000000 bytes"),
+    "an axis": (0, ["tensors", 1, "old", "cuts"], [["xp", 0]], "tensors[1].old.cuts[0]"),
+    "pp cuts nothing": (0, ["tensors", 1, "old", "cuts"], [["pp", 0]], "tensors[1].old.cuts[0]"),
+    "dim 7": (0, ["tensors", 1, "new", "cuts"], [["tp", 7]], "tp cuts dim 7"),
+    "a dtype": (0, ["tensors", 0, "tensor", "states", 0, "dtype"], "float3", "states[0].dtype is 'float3'"),
+    "no tensors": (0, ["tensors"], [], "has no tensors"),
+    "a word for a number": (0, ["ranks_per_node"], "x", "plan.ranks_per_node is 'x'"),
+    "no ranks on a node": (0, ["ranks_per_node"], 0, "plan.ranks_per_node is 0"),
+    "text in a shape": (0, ["tensors", 0, "tensor", "shape"], ["x"], "shape[0] is 'x'"),
+    "a stage too many": (0, ["tensors", 0, "new", "stages"], [1], "stages are [1]; at least one of 0 .. 0"),
+    "rounds": (0, ["rounds"], 999, "rounds is 999"),
+    "a tensor larger than the world": (0, ["tensors", 0, "tensor", "shape"], [2**50, 2**50], "more bytes than 4 ranks"),
+    "a mode": (0, ["mode"], "auto", "plan.mode is 'auto'"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_told_by_its_place(tmp_path, name):
+    which, place, value, named = DAMAGE[name]
+    files = copy.deepcopy(list(SWITCHES["tight"]))
+    files[which] = altered(files[which], place, "put", value)
+    codes, said = check(tmp_path / "001", *files)
+    assert codes <= {0, 3}
+    assert 3 in codes
+    assert named in said
+
+
+def test_a_round_too_many_is_found_where_rounds_can_be_derived(tmp_path):
+    plan, certificate = copy.deepcopy(SWITCHES["keep"])
+    plan["rounds"] += 1
+    codes, said = check(tmp_path / "001", plan, certificate)
+    assert 3 in codes
+    assert "derived anew it is" in said
+
+
+def test_json_without_end_is_refused(tmp_path):
+    codes, said = check(tmp_path / "001", "[" * 100_000, "[" * 100_000)
+    assert codes == {2, 3}
+    assert "is not JSON" in said
