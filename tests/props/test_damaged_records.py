@@ -63,10 +63,10 @@ SWITCHES = {mode: written(mode) for mode in ("keep", "tight")}
 
 
 def check(folder, plan, certificate):
-    """``(exit code, everything said)`` of ``dynatrain check`` on a switch whose two files hold these values."""
+    """``(exit code, everything said)`` of ``dynatrain check`` on a switch whose two files hold these values, or bytes."""
     folder.mkdir(exist_ok=True)
     for name, value in (("plan.json", plan), ("certificate.json", certificate)):
-        (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
+        (folder / name).write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     said, codes = "", set()
     for path in (folder, folder / "plan.json", folder / "certificate.json"):
@@ -143,12 +143,11 @@ def test_a_file_damaged_anywhere_is_never_called_a_bug(tmp_path, files):
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(where=st.floats(0, 1, exclude_max=True), letters=st.text(max_size=3), cut=st.integers(0, 3))
+@given(where=st.floats(0, 1, exclude_max=True), letters=st.one_of(st.binary(max_size=3), st.text(max_size=2).map(str.encode)), cut=st.integers(0, 3))
 def test_a_text_damaged_anywhere_is_never_called_a_bug(tmp_path, where, letters, cut):
-    texts = [json.dumps(value) for value in SWITCHES["keep"]]
+    texts = [json.dumps(value).encode() for value in SWITCHES["keep"]]
     for i, whole in enumerate(texts):
         at = int(where * len(whole))
-        letters = letters.encode(errors="replace").decode()
         files = [whole[:at] + letters + whole[at + cut :] if i == j else texts[j] for j in range(2)]
         codes, said = check(tmp_path / "001", *files)
         assert codes <= {0, 2, 3}, said
@@ -195,6 +194,6 @@ def test_a_round_too_many_is_found_where_rounds_can_be_derived(tmp_path):
 
 
 def test_json_without_end_is_refused(tmp_path):
-    codes, said = check(tmp_path / "001", "[" * 100_000, "[" * 100_000)
+    codes, said = check(tmp_path / "001", b"[" * 100_000, b"[" * 100_000)
     assert codes == {2, 3}
     assert "is not JSON" in said

@@ -1,8 +1,10 @@
 """What rank 0 writes of a switch: events as it goes on, a plan summary and a certificate at its end."""
 
+import logging
 import platform
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +33,28 @@ from dynatrain.train.attempt import Attempt
 from dynatrain.train.order import Order
 from dynatrain.train.probe import Rates
 
+_LOG = logging.getLogger(__name__)
+
 SETTLED = 8
 """Steps in a layout after which ``lost_seconds`` is known: three that may be slow, and five for a median."""
 
 
+_CERTIFICATE = "certificate.json"
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Say that ``what`` could not be written, and go on: the state is where it should be, only the books are not."""
+    try:
+        yield
+    except OSError as error:
+        _LOG.warning("%s is not written: %s; the run goes on", what, error)
+
+
 class Recorder:
     """Keeps the books of one run's switches. Every rank has one; rank 0's writes.
+
+    A book that cannot be written (a full disk) is told on standard error; the run goes on without it.
 
     Args:
         folder: the run's.
@@ -68,6 +86,8 @@ class Recorder:
 
     def step_ended(self, now: float) -> None:
         """A step ended at ``now`` (seconds, monotonic): count towards the lost seconds of the last switch."""
+        if not self._counting:
+            self._ends.clear()  # but for the lost seconds, the last one is all that a switch asks for
         self._ends.append(now - self._apart)
         if self._counting and len(self._ends) == SETTLED:
             self._board.vote(self._counting, self._rank, self._lost())
@@ -92,7 +112,8 @@ class Recorder:
         if len(lost) == certificate.world.new:
             self._board.leave(topic)
             self._open = None
-            self._write(replace(certificate, lost_seconds=max(0.0, *lost.values())), number)
+            complete = replace(certificate, lost_seconds=max(0.0, *lost.values()))
+            self._write(number, _CERTIFICATE, complete.to_json())
 
     def ended(self, attempt: Attempt, outcome: str, reason: str, step: int, told: Mapping[int, Any]) -> None:
         """A switch was committed, aborted or failed: write its certificate."""
@@ -107,22 +128,24 @@ class Recorder:
         if self._rank != 0:
             return
         number = attempt.order.number
-        folder = self._folder.switch(number)
-        folder.mkdir(parents=True, exist_ok=True)
         if attempt.blueprint is not None and attempt.blueprint.record is not None:
-            write_atomically(folder / "plan.json", attempt.blueprint.record.to_json())
+            self._write(number, "plan.json", attempt.blueprint.record.to_json())
         certificate = self._certificate(attempt, outcome, step, told, number)
-        self._write(certificate, number)
+        self._write(number, _CERTIFICATE, certificate.to_json())
         if committed:
             self._open = (self._counting, certificate, number)
         self._event(attempt.order, outcome, step=step, reason=reason)
 
-    def _write(self, certificate: Certificate, number: int) -> None:
-        write_atomically(self._folder.switch(number) / "certificate.json", certificate.to_json())
+    def _write(self, number: int, name: str, text: str) -> None:
+        folder = self._folder.switch(number)
+        with _told(f"{name} of switch {number}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / name, text)
 
     def _event(self, order: Order, phase: str, **fields: Any) -> None:
         if self._rank == 0:
-            self._log.write("switch", switch=order.number, phase=phase, **fields)
+            with _told(f"the event {phase} of switch {order.number}"):
+                self._log.write("switch", switch=order.number, phase=phase, **fields)
 
     def _certificate(
         self, attempt: Attempt, outcome: str, step: int, told: Mapping[int, Any], number: int
@@ -151,7 +174,7 @@ class Recorder:
             to=print_layout(attempt.target),
             world=World(old=world, new=world),
             cause=Cause(verb=order.verb, by=order.by, request_id=order.request_id),
-            mode=blueprint.part.schedule.mode if blueprint else "keep",
+            mode=blueprint.part.schedule.mode if blueprint else order.mode,
             outcome=outcome,
             plan_hash=f"{blueprint.plan_hash if blueprint else 0:016x}",
             coverage=dict(blueprint.coverage) if blueprint else {},
