@@ -33,9 +33,9 @@ def _until_training(run: RunningAgent) -> dict[int, int]:
 
 def test_a_rank_lost_on_one_node_ends_the_agents_of_both_with_the_cause(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        first, second = _two_agents(stack, tmp_path / "run", "train", 3)
+        first, second = _two_agents(stack, tmp_path / "run", "train", 4)
         pids = _until_training(first)
-        assert sorted(event["ranks"] for event in first.events("ranks_started")) == [[0, 1], [2]]
+        assert sorted(event["ranks"] for event in first.events("ranks_started")) == [[0, 1], [2, 3]]
         below = first.below() + second.below()
         os.kill(pids[2], signal.SIGKILL)
         assert 0 not in (first.end()[0], second.end()[0])
@@ -48,19 +48,19 @@ def test_a_rank_lost_on_one_node_ends_the_agents_of_both_with_the_cause(tmp_path
 @pytest.mark.sweep
 def test_sigterm_on_one_node_stops_the_ranks_of_both_at_one_step_edge(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        first, second = _two_agents(stack, tmp_path / "run", "train", 3)
+        first, second = _two_agents(stack, tmp_path / "run", "train", 4)
         _until_training(first)
         below = first.below() + second.below()
         second.send(signal.SIGTERM)
         for run in (first, second):
             run.end()
         assert [event["exit"] for event in first.events("agent_ended")] == [143, 143]
-        assert len({first.run.log(rank).read_text() for rank in range(3)}) == 1
+        assert len({first.run.log(rank).read_text() for rank in range(4)}) == 1
         assert gone(below)
 
 
 @pytest.mark.sweep
 def test_a_run_over_two_nodes_ends_well(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        runs = _two_agents(stack, tmp_path / "run", "short", 3)
+        runs = _two_agents(stack, tmp_path / "run", "short", 4)
         assert [run.end(60)[0] for run in runs] == [0, 0]

@@ -63,7 +63,7 @@ SWITCHES = {mode: written(mode) for mode in ("keep", "tight")}
 
 
 def check(folder, plan, certificate):
-    """``(exit code, everything said)`` of ``dynatrain check`` on a switch whose two files hold these values, or bytes."""
+    """``(exit code, everything said)`` of ``dynatrain check`` on a switch whose files hold these values, or bytes."""
     folder.mkdir(exist_ok=True)
     for name, value in (("plan.json", plan), ("certificate.json", certificate)):
         (folder / name).write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
@@ -143,7 +143,11 @@ def test_a_file_damaged_anywhere_is_never_called_a_bug(tmp_path, files):
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(where=st.floats(0, 1, exclude_max=True), letters=st.one_of(st.binary(max_size=3), st.text(max_size=2).map(str.encode)), cut=st.integers(0, 3))
+@given(
+    where=st.floats(0, 1, exclude_max=True),
+    letters=st.one_of(st.binary(max_size=3), st.text(max_size=2).map(str.encode)),
+    cut=st.integers(0, 3),
+)
 def test_a_text_damaged_anywhere_is_never_called_a_bug(tmp_path, where, letters, cut):
     texts = [json.dumps(value).encode() for value in SWITCHES["keep"]]
     for i, whole in enumerate(texts):

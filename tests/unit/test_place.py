@@ -2,9 +2,13 @@ import socket
 
 import pytest
 
+from dynatrain.cluster.board import Board
 from dynatrain.cluster.causes import first_cause, say_end
 from dynatrain.cluster.context import Report
+from dynatrain.cluster.meeting import Job, Meeting, contexts
 from dynatrain.cluster.place import Place, PlaceError, choose_device, place_from, share, wait_for_listener
+from dynatrain.cluster.store import host_store
+from dynatrain.observe.run import RunFolder
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job7",
@@ -38,20 +42,40 @@ def test_a_launch_that_cannot_work_is_refused_with_all_its_problems() -> None:
         place_from({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "False"})
 
 
-@pytest.mark.parametrize(("world", "nodes"), [(4, 1), (4, 2), (5, 2), (7, 3), (3, 3)])
-def test_the_nodes_shares_are_even_and_cover_every_rank_once(world, nodes) -> None:
+@pytest.mark.parametrize(("world", "nodes"), [(4, 1), (4, 2), (6, 3), (3, 3)])
+def test_the_nodes_shares_are_equal_and_cover_every_rank_once(world, nodes) -> None:
     shares = [share(world, place(node, nodes)) for node in range(nodes)]
     assert [rank for ranks in shares for rank in ranks] == list(range(world))
-    sizes = [len(ranks) for ranks in shares]
-    assert sizes == sorted(sizes, reverse=True)
-    assert max(sizes) - min(sizes) <= 1
+    assert {len(ranks) for ranks in shares} == {world // nodes}
 
 
-def test_more_nodes_than_ranks_are_refused() -> None:
-    with pytest.raises(PlaceError, match="2 ranks on 3 nodes"):
-        share(2, place(0, 3))
-    with pytest.raises(PlaceError, match="0 ranks on 1 nodes"):
-        share(0, place(0, 1))
+@pytest.mark.parametrize(
+    ("world", "nodes", "nearest"),
+    [(2, 3, "3 ranks; or 2 nodes"), (5, 2, "4 ranks or 6 ranks; or 1 node"), (0, 1, "1 ranks; or 1 node")],
+)
+def test_ranks_that_cannot_be_shared_out_equally_are_refused_with_what_can(world, nodes, nearest) -> None:
+    with pytest.raises(PlaceError, match=rf"{world} ranks on {nodes} nodes.*equally many.*Nearest: {nearest}\."):
+        share(world, place(0, nodes))
+
+
+@pytest.mark.parametrize(("nodes", "told"), [(1, None), (2, 2)])
+def test_ranks_are_told_how_many_share_their_node(tmp_path, nodes, told) -> None:
+    job = Job(
+        run=RunFolder(tmp_path),
+        attempt=0,
+        place=place(nodes - 1, nodes),
+        world_size=4,
+        device="cpu",
+        liveness_seconds=1.0,
+        announce=print,
+    )
+    store = host_store()
+    meeting = Meeting(
+        store=store, board=Board(store, 4), device="cpu", backend="gloo", realtime=False, attempt=0, note=""
+    )
+    found = contexts(job, meeting)
+    assert [one.rank for one in found] == list(range(4))[-4 // nodes :]
+    assert {one.ranks_per_node for one in found} == {told}
 
 
 def test_cuda_is_chosen_only_where_every_rank_of_every_node_has_a_device() -> None:

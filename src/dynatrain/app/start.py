@@ -9,7 +9,7 @@ from pathlib import Path
 from dynatrain.app.mistake import MistakeError, all_of, is_mistake
 from dynatrain.app.progress import watch
 from dynatrain.cluster.launch import run_agent
-from dynatrain.cluster.place import place_from
+from dynatrain.cluster.place import place_from, share
 from dynatrain.config.run import RunConfig
 from dynatrain.config.toml import to_toml
 from dynatrain.data.corpus import already_tokenised
@@ -50,6 +50,7 @@ def start(config: RunConfig, path: Path, *, quiet: bool = False, entry: str = EN
         lambda: _refuse_existing(path),
     )
     size, device = checked.layout.world_size, checked.config.device
+    share(size, place)
     if place.node > 0:
         return None, run_agent(RunFolder(path.absolute()), entry, size, device)
     with passing_parents(path):

@@ -16,6 +16,7 @@ class RankContext:
         rank: number in the world.
         local_rank: number on this node.
         world_size: ranks in the world.
+        ranks_per_node: ranks of each node; None where all are on one.
         store_host: where the store listens.
         store_port: its port.
         store_prefix: prefix of all keys of this run and generation.
@@ -30,6 +31,7 @@ class RankContext:
     rank: int
     local_rank: int
     world_size: int
+    ranks_per_node: int | None
     store_host: str
     store_port: int
     store_prefix: str

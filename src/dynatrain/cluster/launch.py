@@ -35,7 +35,7 @@ def run_agent(
     """Start this node's ranks, watch them to their end, and leave no process behind. For the main thread.
 
     Alone on a machine this process hosts all ranks. Under ``torchrun --nproc-per-node=1`` it is one agent of several,
-    and the run folder needs to be there on node 0 only.
+    and the run folder is on a disk that all of them share: node 0's agent keeps it, and every rank reads and writes it.
 
     Args:
         run: the run's folder.

@@ -106,6 +106,7 @@ def contexts(job: Job, meeting: Meeting) -> list[RankContext]:
             rank=rank,
             local_rank=rank - mine.start,
             world_size=job.world_size,
+            ranks_per_node=len(mine) if job.place.nodes > 1 else None,
             store_host=job.place.host,
             store_port=meeting.store.port,
             store_prefix=prefix(job.place.nonce, GENERATION),

@@ -67,19 +67,20 @@ def place_from(environment: Mapping[str, str]) -> Place:
 
 
 def share(world_size: int, place: Place) -> range:
-    """The ranks of this node: as even as can be, the first nodes one more.
+    """The ranks of this node: equally many on every node, because the planner and the floor count by machines.
 
     Raises:
-        PlaceError: there are more nodes than ranks.
+        PlaceError: the ranks cannot be shared out equally.
     """
-    if not 1 <= place.nodes <= world_size:
+    each, left = divmod(world_size, place.nodes)
+    if each < 1 or left:
+        near = [f"{size} ranks" for size in (each * place.nodes, (each + 1) * place.nodes) if size]
+        fewer = max(nodes for nodes in range(1, place.nodes + 1) if max(world_size, 1) % nodes == 0)
         raise PlaceError(
-            f"{world_size} ranks on {place.nodes} nodes: every node needs a rank. Nearest: {place.nodes} ranks, or "
-            f"{max(world_size, 1)} nodes."
+            f"{world_size} ranks on {place.nodes} nodes: every node needs equally many ranks, and at least one. "
+            f"Nearest: {' or '.join(near)}; or {fewer} node{'s' if fewer > 1 else ''}."
         )
-    each, more = divmod(world_size, place.nodes)
-    first = place.node * each + min(place.node, more)
-    return range(first, first + each + (place.node < more))
+    return range(place.node * each, (place.node + 1) * each)
 
 
 def choose_device(asked: Device, devices: Mapping[int, tuple[int, int]]) -> tuple[str, str]:

@@ -67,7 +67,7 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
         rank=context.rank,
         generation=context.generation,
         attempt=context.attempt,
-        rates=probe(dist.group.WORLD, device, nbytes=PROBE_BYTES, repeats=3),
+        rates=probe(dist.group.WORLD, device, nbytes=PROBE_BYTES, repeats=3, ranks_per_node=context.ranks_per_node),
     )
     progress = _Progress(seat)
     switcher = Switcher(
@@ -86,6 +86,7 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
         legal=lambda text: legal_layout(checked, text, context.world_size),
         device=device,
         hook=progress.event,
+        ranks_per_node=context.ranks_per_node,
     )
     with Log(context.folder.metrics, generation=context.generation, attempt=context.attempt) as log:
 
