@@ -1,11 +1,17 @@
-"""Counts that owe nothing to the code they check: bytes on the wire, and memory that is alive."""
+"""Counts that owe nothing to the code they check: bytes on the wire, memory that is alive, process groups."""
 
 import weakref
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+def registered_groups():
+    """How many process groups torch knows in this process."""
+    return len(c10d._world.pg_map)
 
 
 class CountingTransport:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 from tests.dist.trained import DoneError, shares, sit_down, summed, switcher, train
+from tests.ledgers import registered_groups
 from tests.ranks import run
 
 from dynatrain.layout.text import print_layout
-from dynatrain.train.torch_private import registered_groups
 
 LAYOUTS = ("fsdp4", "dp2.fsdp2")
 """Training has equal bits in both, so that one run without any switch is the reference for all that follows."""

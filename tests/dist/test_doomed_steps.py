@@ -9,10 +9,10 @@ import pytest
 import torch
 from tests.dist.foreign import Books, batch, build_net, everywhere, idle, switcher, until_ended
 from tests.dist.test_switcher_state import Loop, equal
+from tests.ledgers import registered_groups
 from torch.nn import functional
 
 from dynatrain.train.retire import RetiredHandleError
-from dynatrain.train.torch_private import registered_groups
 
 STEPS = 10
 

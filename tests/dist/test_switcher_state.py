@@ -20,13 +20,12 @@ from tests.dist.foreign import (
     until_ended,
     whole,
 )
+from tests.ledgers import registered_groups
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
-
-from dynatrain.train.torch_private import registered_groups
 
 STEPS = 12
 

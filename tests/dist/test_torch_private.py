@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.dist.foreign import Net, everywhere, groups_of
+from tests.ledgers import registered_groups
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,8 +25,8 @@ from dynatrain.train.torch_private import (
     local_tensor,
     named_group,
     padded_numels,
-    registered_groups,
     scheduled,
+    set_buffer,
     shard_of,
     takes_means,
 )
@@ -65,6 +66,14 @@ def test_registered_groups():
         return before, during, registered_groups()
 
     assert everywhere(1, work) == [(1, 2, 1)]
+
+
+def test_set_buffer():
+    module = torch.nn.BatchNorm1d(2)
+    value = torch.full((2,), 3.0)
+    set_buffer(module, "running_mean", value)
+    assert module.running_mean is value
+    assert module.state_dict(keep_vars=True)["running_mean"] is value
 
 
 def test_default_store():

@@ -1,3 +1,5 @@
+from dataclasses import astuple
+
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -5,7 +7,7 @@ from tests.plans.cases import LAYERS, catalogues, layouts
 from tests.plans.materialize import brute_force_holders, expected, materialize
 
 from dynatrain.judge.judge import judge_all, judge_rank, judge_whole
-from dynatrain.judge.verdict import together
+from dynatrain.judge.verdict import Coverage, Verdict
 from dynatrain.plan.build import rank_plan, whole_plan
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.hashes import plan_hash, received_hash, sent_hash
@@ -34,6 +36,17 @@ def all_parts(catalogue, old, new, schedule, **how):
 
 def sides(catalogue, before, after):
     return declared(catalogue, before, LAYERS), declared(catalogue, after, LAYERS)
+
+
+def together(verdicts):
+    """The verdict on several parts, judged apart: coverage added up, all problems, each once."""
+    total = {}
+    for verdict in verdicts:
+        for kind, more in verdict.coverage.items():
+            sums = map(sum, zip(astuple(total.get(kind, Coverage())), astuple(more), strict=True))
+            total[kind] = Coverage(**dict(zip(Coverage.__slots__, sums, strict=True)))
+    problems = dict.fromkeys(problem for verdict in verdicts for problem in verdict.problems)
+    return Verdict(coverage=total, problems=tuple(problems))
 
 
 def tightest(stored, budget):
@@ -67,7 +80,7 @@ def test_a_plan_brings_every_stamp_to_its_place_and_the_judge_accepts_it(catalog
     verdict = judge_all(catalogue, old, new, parts, budget_bytes=budget)
     assert verdict.problems == ()
     assert all(count.complete for count in verdict.coverage.values())
-    apart = together(judge_rank(catalogue, old, new, part, budget_bytes=budget) for part in parts)
+    apart = together([judge_rank(catalogue, old, new, part, budget_bytes=budget) for part in parts])
     assert apart == verdict
 
 

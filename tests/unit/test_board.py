@@ -1,99 +1,16 @@
 """Agreement over a store: real stores, threads as ranks, no processes."""
 
-import functools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
 
-import pytest
-from torch.distributed import HashStore, PrefixStore, Store
+from tests.boards import together
+from torch.distributed import HashStore
 
-from dynatrain.cluster.board import Board, Decision
+from dynatrain.cluster.board import Board
 from dynatrain.cluster.heart import Beat, Heart, Pulse
 from dynatrain.cluster.peers import Peers
 from dynatrain.cluster.place import Place
-from dynatrain.cluster.store import host_store, join_store
-
-
-@pytest.fixture(params=["hash", "tcp"])
-def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Store]]:
-    """Gives each participant a connection of its own, the same each time: torch asks DNS for every new one."""
-    if request.param == "hash":
-        store = HashStore()
-        yield lambda _=0: PrefixStore("run", store)
-    else:
-        server = host_store()
-        yield functools.cache(lambda _=0: PrefixStore("run", join_store("127.0.0.1", server.port)))
-
-
-def together(world: int, connect: Callable[[int], Store], act: Callable[[Board, int], object]) -> list[object]:
-    """What ``act`` gives on each rank, all at the same time."""
-    found: list[object] = [None] * world
-    boards = [Board(connect(rank), world) for rank in range(world)]
-
-    def run(rank: int) -> None:
-        found[rank] = act(boards[rank], rank)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
-
-
-def test_all_in_favour_is_a_yes_and_leaves_no_key(connect) -> None:
-    before = connect().num_keys()
-    for switch in range(20):
-        found = together(3, connect, lambda board, rank, t=f"commit/{switch}": board.agree(t, rank, ok=True, timeout=5))
-        assert found == [Decision(ok=True)] * 3
-    assert connect().num_keys() == before
-
-
-def test_one_no_is_a_no_everywhere_with_its_reason(connect) -> None:
-    def act(board: Board, rank: int) -> Decision:
-        time.sleep(random.random() * 0.01)
-        return board.agree("check", rank, ok=rank != 1, detail="digest differs", timeout=5)
-
-    before = connect().num_keys()
-    assert together(4, connect, act) == [Decision(ok=False, reason="rank 1: digest differs")] * 4
-    assert connect().num_keys() == before
-
-
-def test_a_late_rank_is_named_and_learns_of_the_abort(connect) -> None:
-    def act(board: Board, rank: int) -> Decision:
-        if rank == 2:
-            time.sleep(0.4)
-        return board.agree("move", rank, ok=True, timeout=5 if rank == 2 else 0.1)
-
-    found = together(3, connect, act)
-    assert len(set(found)) == 1
-    assert (found[0].ok, found[0].late, "late ranks [2]" in found[0].reason) == (False, (2,), True)
-    assert connect().num_keys() == Board(connect(), 3).news()  # nothing is left
-
-
-def test_deadlines_that_race_with_the_last_vote_give_one_outcome_never_a_mixed_one(connect) -> None:
-    outcomes = set()
-    trials, deadline = 24, 0.02
-    for trial in range(trials):
-        delay = 2 * deadline * trial / (trials - 1)  # well before the deadline, around it, well after it
-
-        def act(board: Board, rank: int, trial: int = trial, delay: float = delay) -> Decision:
-            if rank == 0:
-                time.sleep(delay)
-            return board.agree(f"t/{trial}", rank, ok=True, timeout=deadline)
-
-        found = together(3, connect, act)
-        assert len(set(found)) == 1, found
-        outcomes.add(found[0].ok)
-    assert outcomes == {True, False}, "the race was not exercised"
-
-
-def test_a_no_whose_voter_died_before_deciding_still_counts(connect) -> None:
-    board = Board(connect(), 2)
-    board.vote("check", 0, [False, "digest differs"])
-    assert board.agree("check", 1, ok=True, timeout=5) == Decision(ok=False, reason="rank 0: digest differs")
 
 
 def test_exactly_one_proposal_wins(connect) -> None:

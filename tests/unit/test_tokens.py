@@ -94,7 +94,6 @@ def test_a_batch_is_its_samples_in_order():
     assert inputs.tolist() == [list(range(63, 72)), list(range(9)), list(range(63, 72))]
     assert (targets == inputs + 1).all()
     assert inputs.dtype == targets.dtype == np.int64
-    assert samples.batch_targets(np.array([7, 0, 7])) == targets.size
     for ids in ([-1], [11]):
         with pytest.raises(IndexError, match="of 11"):
             samples.batch(np.array(ids))

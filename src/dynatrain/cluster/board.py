@@ -29,21 +29,6 @@ _POLL = (0.0005, 0.01)  # seconds between two looks: at first, at most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """What was agreed.
-
-    Attributes:
-        ok: every rank voted, and voted for it.
-        reason: why not; empty when ``ok``.
-        late: ranks whose votes were missing at the deadline.
-    """
-
-    ok: bool
-    reason: str = ""
-    late: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Go:
     """Where a switch begins, or that it does not.
 
@@ -154,26 +139,6 @@ class Board:
         if int(self._store.add(f"{topic}/left", 1)) == self._world_size:
             for key in ("votes", "count", "decision", "left"):
                 self._store.delete_key(f"{topic}/{key}")
-
-    def agree(self, topic: str, rank: int, *, ok: bool, detail: str = "", timeout: float) -> Decision:
-        """Agree whether to go on: yes if every rank says so in time, else no, with the same reason on every rank.
-
-        Args:
-            topic: the question; never used before.
-            rank: who asks.
-            ok: this rank's vote. A no decides at once.
-            detail: what is wrong, for a no.
-            timeout: seconds to wait for the others.
-        """
-        last = self.vote(topic, rank, [ok, detail])
-        if last or not ok:
-            against = {who: why for who, (yes, why) in self.votes(topic).items() if not yes}
-            reason = "; ".join(f"rank {who}: {why}" for who, why in sorted(against.items()))
-            found = self.decide(topic, {"abort": reason} if against else {})
-        else:
-            found = self.decision(topic, timeout)
-        self.leave(topic)
-        return Decision(ok="abort" not in found, reason=found.get("abort", ""), late=tuple(found.get("late", ())))
 
     # The step edge.
 

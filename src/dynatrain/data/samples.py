@@ -106,7 +106,3 @@ class Samples:
             raise IndexError(f"samples {ids.min()} .. {ids.max()} of {len(self)}")
         windows = self.tokens[ids[:, None] * self.sequence + np.arange(self.sequence + 1)].astype(np.int64)
         return windows[:, :-1], windows[:, 1:]
-
-    def batch_targets(self, ids: Ids) -> int:
-        """Number of targets of the samples ``ids``: what their summed loss is divided by."""
-        return len(ids) * self.sequence

@@ -1,7 +1,6 @@
 """What the judge says of a plan."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dynatrain.space.box import Box
@@ -44,23 +43,6 @@ class Verdict:
     def ok(self) -> bool:
         """Whether the plan may be carried out."""
         return not self.problems
-
-
-def together(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict on several parts, judged apart: coverage added up, all problems, each once."""
-    total: defaultdict[str, Coverage] = defaultdict(Coverage)
-    problems: dict[str, None] = {}
-    for verdict in verdicts:
-        problems |= dict.fromkeys(verdict.problems)
-        for kind, more in verdict.coverage.items():
-            sofar = total[kind]
-            total[kind] = Coverage(
-                expected=sofar.expected + more.expected,
-                written=sofar.written + more.written,
-                twice=sofar.twice + more.twice,
-                missing=sofar.missing + more.missing,
-            )
-    return Verdict(coverage=dict(total), problems=tuple(problems))
 
 
 def shown(problems: list[str], what: str) -> tuple[str, ...]:

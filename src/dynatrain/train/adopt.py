@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dynatrain.train.live import Entry
-from dynatrain.train.torch_private import adopt_padded, local_tensor, shard_of
+from dynatrain.train.torch_private import adopt_padded, local_tensor, set_buffer, shard_of
 
 
 def adopt(
@@ -46,7 +46,7 @@ def adopt(
                 owned.setdefault(module, {})[leaf] = value
                 flat_by_part[number][path] = flats[name]
             else:
-                module._buffers[leaf] = value  # noqa: SLF001
+                set_buffer(module, leaf, value)
     for part, flat in zip(parts, flat_by_part, strict=True):
         adopt_padded(part, flat)
     for module, values in owned.items():

@@ -54,11 +54,6 @@ def default_store() -> dist.Store:
     return c10d._get_default_store().clone()  # noqa: SLF001
 
 
-def registered_groups() -> int:
-    """How many process groups torch knows in this process."""
-    return len(c10d._world.pg_map)  # noqa: SLF001
-
-
 def _fsdp_params(module: nn.Module) -> Iterator[FSDPParam]:
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -167,6 +162,11 @@ def adopt_padded(module: nn.Module, flat: dict[str, torch.Tensor]) -> None:
     for name, param in module.named_parameters(remove_duplicate=False):
         if id(param) in by_id:
             by_id[id(param)]._sharded_param_data = flat[name]  # noqa: SLF001
+
+
+def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Put ``value`` itself in the place of a buffer: persistent or not, and on meta or not, it stays what it was."""
+    module._buffers[name] = value  # noqa: SLF001
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
