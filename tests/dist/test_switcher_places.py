@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dynatrain.layout.stages import stage_ranges
-from dynatrain.train.names import strip_wrappers
+from dynatrain.models.names import strip_wrappers
 from dynatrain.train.torch_private import local_tensor
 
 CUTS = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "odd.weight": None, "five.weight": None, "down.bias": None}

@@ -23,12 +23,12 @@ from dynatrain.data.samples import Samples
 from dynatrain.execute.pieces import Piece, Pool
 from dynatrain.layout.text import parse_layout
 from dynatrain.models.decoder import canonical_name
+from dynatrain.models.names import strip_wrappers
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import State
 from dynatrain.train import adopt, attempt, groups, live, parallel, step, trainer
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.live import UnplacedTensorError, describe, entries
-from dynatrain.train.names import strip_wrappers
 from dynatrain.train.optimizer import OptimizerSettings
 from dynatrain.train.parallel import Precision
 from dynatrain.train.torch_private import local_tensor

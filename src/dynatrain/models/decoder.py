@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynatrain.models.keyed import KeyedDropout, KeyedStream
+from dynatrain.models.names import strip_wrappers
 from dynatrain.space.decoder import GPT2, DecoderShape
-
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-"""What ``torch.compile`` and activation checkpointing put into the names of the modules that they wrap."""
 
 
 class Rotary:
@@ -206,5 +204,5 @@ def canonical_name(part: DecoderPart, fqn: str) -> str:
 
     Names of wrappers around modules fall away, in any nesting; the head of a tied model is its embedding.
     """
-    name = ".".join(piece for piece in fqn.split(".") if piece not in _WRAPPERS)
+    name = strip_wrappers(part, fqn)
     return "embed_tokens.weight" if part.shape.tie_word_embeddings and name == "lm_head.weight" else name

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynatrain.models.names import strip_wrappers
 from dynatrain.train.live import Entry
-from dynatrain.train.names import strip_wrappers
 from dynatrain.train.torch_private import Hook, hooks_of
 
 

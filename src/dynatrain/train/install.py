@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from dynatrain.execute.pieces import Piece, Pieces, misfits
 from dynatrain.layout.layout import Layout
@@ -18,7 +17,7 @@ from dynatrain.train.adopt import adopt, shard_like
 from dynatrain.train.agreement import SwitchAbortedError, exchange
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
-from dynatrain.train.live import Described, Entry, UnplacedTensorError, describe, entries, merge
+from dynatrain.train.live import Described, Entry, UnplacedTensorError, describe, entries, merge, reshard
 from dynatrain.train.party import Party
 from dynatrain.train.registered import check_holders, common, require_equal, snapshot
 from dynatrain.train.retire import retire
@@ -259,9 +258,7 @@ def unbind(old: World, before: Mapping[str, Any]) -> None:
 def quiesce(world: World) -> None:
     """Leave shards alone: drop gathered parameters and consumed gradients."""
     for part in world.parts:
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(part)
     for entry in world.found.values():
         if isinstance(entry.value, nn.Parameter):
             entry.value.grad = None

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dynatrain.layout.layout import Layout
+from dynatrain.models.names import NameRule
 from dynatrain.space.box import Box, shape_of, volume
 from dynatrain.space.ownership import Ownership, Placement
 from dynatrain.space.tensor import Catalogue, State, Tensor
-from dynatrain.train.names import NameRule
 from dynatrain.train.torch_private import local_tensor, padded_numels
 
 CUT_ORDER = ("tp", "fsdp")
@@ -183,3 +184,10 @@ def unit_of(name: str) -> str:
         if element.isdigit():
             return ".".join(elements[: place + 1])
     return elements[0]
+
+
+def reshard(part: nn.Module) -> None:
+    """Drop all gathered parameters: shards alone are left, and the optimizer's writes to them are seen."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

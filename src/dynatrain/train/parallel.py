@@ -133,10 +133,3 @@ def _reduce_in_tree(part: DecoderPart, layout: Layout, dp_group: dist.ProcessGro
             module.set_custom_reduce_scatter(TreeReduceScatter())
             if layout.size("dp") > 1:
                 module.set_all_reduce_hook(tree_all_reduce(dp_group))
-
-
-def reshard(part: nn.Module) -> None:
-    """Drop all gathered parameters: shards alone are left, and the optimizer's writes to them are seen."""
-    for module in part.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

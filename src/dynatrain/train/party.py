@@ -11,9 +11,9 @@ import torch.distributed as dist
 from dynatrain.cluster.board import Board
 from dynatrain.execute.pieces import Pool
 from dynatrain.execute.transport import GroupTransport, Transport
+from dynatrain.models.names import NameRule
 from dynatrain.plan.schedule import ROUND_BYTES
 from dynatrain.train.groups import GroupPool
-from dynatrain.train.names import NameRule
 from dynatrain.train.world import Build
 
 PHASES = ("build", "warm", "quiesce", "move", "check", "commit")

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from dynatrain.data.order import micro_shares
 from dynatrain.layout.layout import Coordinates, Layout
-from dynatrain.train.parallel import reshard
+from dynatrain.train.live import reshard
 from dynatrain.train.reduction import MicroBatchCounter
 
 IGNORED = -100

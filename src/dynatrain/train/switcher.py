@@ -23,6 +23,7 @@ from torch import nn
 from dynatrain.cluster.board import Board
 from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
+from dynatrain.models.names import NameRule, strip_wrappers
 from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
 from dynatrain.train.attempt import Attempt
 from dynatrain.train.blueprint import check_mode
@@ -30,7 +31,6 @@ from dynatrain.train.first import Initial, first_world, join
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.install import survey
 from dynatrain.train.loading import Rename, load
-from dynatrain.train.names import NameRule, strip_wrappers
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
