@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -37,3 +38,14 @@ def dynatrain(*words: str, cwd: Path, before: tuple[str, ...] = ("-m", "dynatrai
     )
     assert "Traceback" not in done.stderr, done.stderr
     return Said(done.returncode, done.stdout, done.stderr)
+
+
+TITLES = ["switch", "after", "outcome", "moved", "re-laid", "adopted", "stall", "lost", "floor", "digest equal"]
+
+
+def switch_rows(text: str) -> list[list[str]]:
+    """The cells of each row of the table of switches within a text: number, change, then as :data:`TITLES` say."""
+    lines = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
+    first = lines.index(TITLES) + 1
+    rows = lines[first:]
+    return rows[: next((i for i, row in enumerate(rows) if len(row) <= 1), len(rows))]

@@ -13,6 +13,7 @@ from dynatrain.judge.certificate import (
     Certificate,
     Coverage,
     Digest,
+    Peak,
     PeakBytes,
     Replicas,
     Seconds,
@@ -41,7 +42,7 @@ def certificate(
         step=step,
         from_=record.from_,
         to=record.to,
-        world=World(old=4, new=4),
+        world=World(old=len(record.peak_bytes), new=len(record.peak_bytes)),
         cause=Cause(verb="switch", by=by, request_id=request_id),
         mode=record.mode,
         outcome="committed",
@@ -53,7 +54,9 @@ def certificate(
         seconds=Seconds(build=0.1, warm=0.01, quiesce=0.001, move=0.02, check=0.1, commit=0.001, stall=0.03),
         lost_seconds=0.05,
         floor_seconds=0.01,
-        peak_bytes=PeakBytes(device={}, host={}),
+        peak_bytes=PeakBytes(
+            device={}, host={rank: Peak(predicted=peak, measured=peak) for rank, peak in enumerate(record.peak_bytes)}
+        ),
         transport="gloo",
         versions=versions(),
     )

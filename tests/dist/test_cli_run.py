@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.cli import ROOT, dynatrain, environment
+from tests.cli import ROOT, dynatrain, environment, switch_rows
 
+from dynatrain.app.output import size
 from dynatrain.observe.log import Tail
 
 MAIN = str(ROOT / "tests" / "dist" / "cli_main.py")
@@ -72,6 +73,10 @@ def test_a_run_is_shown_in_lines_and_can_be_looked_at_afterwards(place):
     assert any("  tp2  " in line for line in lines)
     assert "switch 1: dp2 -> tp2 committed: stall 30 ms, digests equal" in lines
     assert "check it:  dynatrain check one" in lines
+    plan = json.loads((place / "runs" / "one" / "switches" / "001" / "plan.json").read_text())
+    parts = [size(plan["bytes"][kind]) for kind in ("moved", "relaid", "adopted")]
+    row = ["1", "dp2 -> tp2", "5 steps", "committed", *parts, "30 ms", "50 ms", "10 ms", "yes"]
+    assert switch_rows(said.out) == [row]
     run = place / "runs" / "one"
     assert "lr = 0.002" in (run / "config.toml").read_text()
     assert str(place / "text") in (run / "config.toml").read_text()

@@ -91,7 +91,7 @@ def test_a_bad_request_lists_all_that_is_wrong() -> None:
         Request(id="a", verb="switch", arguments={"layut": "dp2"})
     with pytest.raises(RequestError, match="id"):
         Request(id="a.answer", verb="stop")
-    with pytest.raises(RequestError, match="mode 'tihgt': one of keep, tight, auto; nearest: tight"):
+    with pytest.raises(RequestError, match=r"no mode 'tihgt'; the modes are keep, tight, auto \(nearest: tight\)"):
         Request(id="a", verb="switch", arguments={"layout": "dp2", "mode": "tihgt"})
 
 

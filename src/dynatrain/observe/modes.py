@@ -1,7 +1,6 @@
 """The modes of a switch, by name: the one list that requests, plans and certificates are held against."""
 
 import difflib
-from collections.abc import Sequence
 
 DECIDED = ("keep", "tight")
 """The old state lives to the commit (``keep``), or is handed over granule by granule (``tight``)."""
@@ -10,9 +9,9 @@ MODES = (*DECIDED, "auto")
 """What can be asked for: ``auto`` is ``keep`` where it fits into memory, else ``tight``."""
 
 
-def mode_problem(mode: str, among: Sequence[str] = MODES) -> str:
-    """What is wrong with a mode's name, and the nearest one; empty where it is one of ``among``."""
-    if mode in among:
+def mode_problem(mode: str) -> str:
+    """What is wrong with the name of a mode that is asked for, and the nearest one; empty where nothing is."""
+    if mode in MODES:
         return ""
-    near = difflib.get_close_matches(mode, among, n=1, cutoff=0.0) or among
-    return f"mode {mode!r}: one of {', '.join(among)}; nearest: {near[0]}"
+    near = difflib.get_close_matches(mode, MODES, n=1, cutoff=0.0) or MODES[-1:]
+    return f"there is no mode {mode!r}; the modes are {', '.join(MODES)} (nearest: {near[0]})"

@@ -1,6 +1,5 @@
 """The plan of one switch as one rank needs it: its own part, judged, with the numbers that the certificate tells."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 
 from dynatrain.judge.judge import judge_rank, judge_whole
 from dynatrain.judge.verdict import Coverage
+from dynatrain.observe.modes import mode_problem
 from dynatrain.plan.build import rank_plan, whole_plan
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.hashes import received_hash, sent_hash
@@ -30,9 +30,6 @@ from dynatrain.train.world import World
 
 FITS = 0.8
 """Part of the free memory that ``auto`` may fill in ``keep``: the next step needs the rest."""
-
-MODES = ("keep", "tight", "auto")
-"""``keep`` the old state to the commit; hand it over granule by granule (``tight``); or ``keep`` where it fits."""
 
 MODULUS = 1 << 64
 
@@ -178,9 +175,8 @@ def check_mode(mode: str) -> None:
     Raises:
         ValueError: with the nearest one.
     """
-    if mode not in MODES:
-        near = difflib.get_close_matches(mode, MODES, n=1, cutoff=0) or MODES[-1:]
-        raise ValueError(f"there is no mode {mode!r}; the modes are {', '.join(MODES)} (nearest: {near[0]})")
+    if problem := mode_problem(mode):
+        raise ValueError(problem)
 
 
 def choose(party: Party, mode: str, old: World, table: Storage, free: list[int]) -> tuple[Schedule, int | None]:
