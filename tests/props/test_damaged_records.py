@@ -163,6 +163,7 @@ DAMAGE = {
     "another world": (1, ["to"], "tp2", "world.new is 4"),
     "a peak of nothing": (1, ["peak_bytes", "host", "1", "predicted"], 10, "rank 1"),
     "a peak without end": (1, ["peak_bytes", "host", "1", "measured"], 10**12, "rank 1 held 1000000000000 bytes"),
+    "a promise without end": (1, ["peak_bytes", "host", "1", "predicted"], 10**12, "tight promises max(old, new) +"),
     "an axis": (0, ["tensors", 1, "old", "cuts"], [["xp", 0]], "tensors[1].old.cuts[0]"),
     "pp cuts nothing": (0, ["tensors", 1, "old", "cuts"], [["pp", 0]], "tensors[1].old.cuts[0]"),
     "dim 7": (0, ["tensors", 1, "new", "cuts"], [["tp", 7]], "tp cuts dim 7"),

@@ -47,6 +47,9 @@ REFUSED = {
     "--parallelism.tensor_parallel_degree=2 --parallelism.fsdp_reshard_after_forward=sometimes --world-size 2": (
         "one of default, always, never"
     ),
+    "--tensor-model-parallel-size 1000000 --world-size 1000000": "a size is a whole number from 1 to 65536",
+    "tensor_parallel_degree=2 world_size=" + 5000 * "9": "from 1 to 65536",
+    "tensor_parallel_degree=60000 data_parallel_shard_degree=60000": "3600000000 ranks; at most 65536",
     "--tensor-model-parallel-size '2": "quotes are not closed",
 }
 

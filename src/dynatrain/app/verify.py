@@ -11,7 +11,6 @@ from dynatrain.app.planned import Change, change_of_record
 from dynatrain.judge.certificate import check_certificate
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.record import PlanRecord, PlanRecordError
-from dynatrain.plan.schedule import STAGING_BYTES
 
 _NO_PLAN = "no plan.json beside the certificate"
 
@@ -138,13 +137,12 @@ def _peaks(certificate: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def _beyond_prediction(certificate: dict[str, Any]) -> Iterator[str]:
-    """Ranks of a committed switch in ``tight`` that held more than was promised."""
+    """Ranks of a committed switch in ``tight`` that held more than the plan said."""
     if (certificate["outcome"], certificate["mode"]) != ("committed", "tight"):
         return
     for rank, peak in _peaks(certificate).items():
-        most = peak["predicted"] + STAGING_BYTES
-        if peak["measured"] is not None and peak["measured"] > most:
-            yield f"rank {rank} held {peak['measured']} bytes; predicted, with all that staging may take, are {most}"
+        if peak["measured"] is not None and peak["measured"] > peak["predicted"]:
+            yield f"rank {rank} held {peak['measured']} bytes; predicted, staging included, were {peak['predicted']}"
 
 
 def _apart(certificate: dict[str, Any], record: PlanRecord, planned: Change) -> Iterator[str]:
@@ -169,9 +167,9 @@ def _broken_promise(peaks: dict[int, dict[str, Any]], record: PlanRecord, planne
     for rank, peak in peaks.items():
         if peak["predicted"] < record.peak_bytes[rank]:
             yield f"rank {rank} is predicted {peak['predicted']} bytes, but holds {record.peak_bytes[rank]} in pieces"
-        most = held[rank] + record.budget_bytes
-        if record.mode == "tight" and peak["measured"] is not None and peak["measured"] > most:
-            yield f"rank {rank} held {peak['measured']} bytes; tight promises max(old, new) + budget = {most}"
+        most, needed = held[rank] + record.budget_bytes, max(peak["predicted"], peak["measured"] or 0)
+        if record.mode == "tight" and needed > most:
+            yield f"rank {rank} needed {needed} bytes; tight promises max(old, new) + budget = {most}"
 
 
 def _with(checked: Checked, problems: tuple[str, ...]) -> Checked:

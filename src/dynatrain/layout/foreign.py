@@ -8,8 +8,8 @@ not understood are refused, because a layout read without them would be another 
 import re
 import shlex
 
-from dynatrain.layout.form import LayoutError
-from dynatrain.layout.layout import Layout
+from dynatrain.layout.form import LayoutError, form_problems
+from dynatrain.layout.layout import MOST_RANKS, Layout
 from dynatrain.layout.text import parse_layout
 
 Settings = dict[str, str]
@@ -105,8 +105,8 @@ def _unread(settings: Settings) -> list[str]:
                 problems.append(f"{key} = {value}: {_NOT_BUILT[key]} is not built yet; only 1 is read")
         elif key in {*_MEGATRON_SIZES, *_TITAN_SIZES, "world_size"}:
             open_size = value == "-1" and key == "data_parallel_shard_degree"
-            if not open_size and not re.fullmatch("[1-9][0-9]*", value):
-                problems.append(f"{key} = {value}: a size is a whole number from 1 up")
+            if not open_size and not (re.fullmatch("[1-9][0-9]{0,8}", value) and int(value) <= MOST_RANKS):
+                problems.append(f"{key} = {value}: a size is a whole number from 1 to {MOST_RANKS}")
         elif key not in _OTHER | _NO_CHANGE and _TOUCHES_LAYOUT.search(key):
             problems.append(f"{key}: not understood, and it may change the layout; leave it out to read the rest")
     for key, legal in {"data_parallel_sharding_strategy": _SHARDING, "fsdp_reshard_after_forward": _RESHARD}.items():
@@ -181,8 +181,11 @@ def _on(settings: Settings, key: str) -> bool:
 def _layout(axes: list[tuple[str, int]], zero: int, *, sp: bool) -> Layout:
     """Options that their axis is too small for say nothing there, and are dropped as the others drop them."""
     named = dict(axes)
-    return Layout(
+    layout = Layout(
         axes=tuple((axis, size) for axis, size in axes if size > 1),
         zero=zero if named.get("fsdp", 1) > 1 else 3,
         sp=sp and named["tp"] > 1,
     )
+    if problems := form_problems(layout):
+        raise LayoutError("the settings do not give a layout", problems)
+    return layout
