@@ -74,7 +74,7 @@ def certificates(run: RunFolder) -> tuple[dict[str, Any], ...]:
 def _record(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
