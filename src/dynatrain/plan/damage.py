@@ -9,7 +9,7 @@ from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import AXES, Layout
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.fields import Rule, count, flag, hexadecimal, one_of, problems_of, text
-from dynatrain.observe.modes import DECIDED
+from dynatrain.observe.modes import DECIDED, mode_problem
 from dynatrain.space.tensor import ITEMSIZE
 
 _MOST_BYTES = 1 << 60
@@ -33,7 +33,7 @@ _RECORD: Rule = {
     "schema": count,
     "from": text,
     "to": text,
-    "mode": one_of(*DECIDED),
+    "mode": text,
     "budget_bytes": count,
     "round_bytes": count,
     "ranks_per_node": _node,
@@ -77,6 +77,8 @@ def damage(record: object) -> tuple[str, ...]:
 
 
 def _of_whole(record: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Iterator[str]:
+    if problem := mode_problem(record["mode"], DECIDED):
+        yield problem
     tensors, ranks = record["tensors"], max(layout.world_size for layout in layouts.values())
     granules = sum(len(one["tensor"]["states"]) for one in tensors)
     if not tensors:
