@@ -1,7 +1,8 @@
 """The command ``dynatrain``: finds the named command, calls it, and turns what goes wrong into a message and a code.
 
-Exit codes: 0 done, or already so; 2 the user's mistake; 3 the run failed, or what was asked of it did not happen; 130
-Ctrl-C; 143 SIGTERM; 1 only for a bug of ours. Only the module of the command that was named is imported.
+Exit codes: 0 done, or already so; 2 the user's mistake; 3 the run failed, or what was asked of it did not happen; 75
+stopped and saved; 130 Ctrl-C; 143 SIGTERM with nothing saved; 1 only for a bug of ours. Only the module of the command
+that was named is imported.
 """
 
 import difflib
@@ -26,7 +27,8 @@ COMMANDS = {
     "history": "the switches of a run: bytes, seconds, digests",
     "logs": "what the ranks of a run printed",
     "switch": "change the layout of a running run",
-    "stop": "end a running run at its next step edge",
+    "save": "save a running run beside training",
+    "stop": "end a running run at its next step edge, saved",
     "layout": "explain a layout, or the difference of two",
     "plan": "what a change of layout moves: bytes, peak memory, floor",
     "bench": "measure a switch on this machine, beside what PyTorch offers for it",

@@ -2,12 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from dynatrain.app.mistake import MistakeError, all_of, is_mistake
 from dynatrain.app.progress import watch
+from dynatrain.app.resume import Resumed, reopen, resume
 from dynatrain.cluster.launch import run_agent
 from dynatrain.cluster.place import place_from, share
 from dynatrain.config.run import RunConfig
@@ -24,17 +26,27 @@ ENTRY = "dynatrain.train.rank:main"
 """What each rank runs."""
 
 
-def start(config: RunConfig, path: Path, *, quiet: bool = False, entry: str = ENTRY) -> tuple[RunFolder | None, int]:
-    """Make a run, and train until it ends.
+def start(
+    config: RunConfig,
+    path: Path,
+    *,
+    quiet: bool = False,
+    entry: str = ENTRY,
+    fresh: bool = True,
+    layout_named: bool = False,
+) -> tuple[RunFolder | None, int]:
+    """Make a run, or go on with one, and train until it ends.
 
     Under ``torchrun`` the first node makes the run and shows its progress; the others find it under the same path once
     the agents have met.
 
     Args:
         config: what was asked for.
-        path: of the run folder; nothing may be there.
+        path: of the run folder.
         quiet: print nothing for people on standard output.
         entry: ``package.module:function`` that each rank runs.
+        fresh: nothing may be at ``path``; else a run that is there goes on from its newest checkpoint.
+        layout_named: whether a run that goes on does so in the configuration's layout, not in that of its checkpoint.
 
     Returns:
         The run, on the node that is to speak of it, and the exit code.
@@ -43,20 +55,45 @@ def start(config: RunConfig, path: Path, *, quiet: bool = False, entry: str = EN
         ValueError: the user's mistake, of the kind that found it. Nothing is left behind.
     """
     config = _anywhere(config)
-    place, checked, _, _ = all_of(
-        lambda: place_from(os.environ),
-        lambda: check_run(config),
-        lambda: require_tested(versions()),
-        lambda: _refuse_existing(path),
+    there = _node() == 0 and _begun(RunFolder(path))
+    if there and fresh:
+        raise MistakeError(
+            f"There is a run at {path} already. Give a new name, for example --run {path.name}-2; or let train go on "
+            "with it, without --fresh."
+        )
+    resumed = resume(config, path, layout_named=layout_named) if there else None
+    config = resumed.config if resumed else config
+    place, checked, _ = all_of(
+        lambda: place_from(os.environ), lambda: check_run(config), lambda: require_tested(versions())
     )
-    size, device = checked.layout.world_size, checked.config.device
+    size = checked.layout.world_size
     share(size, place)
+    agent = partial(run_agent, entry=entry, world_size=size, device=config.device, grace_seconds=_grace(config))
     if place.node > 0:
-        return None, run_agent(RunFolder(path.absolute()), entry, size, device)
+        return None, agent(RunFolder(path.absolute()))
+    if resumed:
+        return resumed.run, _go_on(resumed, agent, quiet=quiet)
     with passing_parents(path):
         run = _make(checked, path)
-        with _taken_back(run), watch(run, checked.config.steps, quiet=quiet) as announce:
-            return run, run_agent(run, entry, size, device, announce=announce)
+        with _taken_back(run), watch(run, config.steps, quiet=quiet) as announce:
+            return run, agent(run, announce=announce)
+
+
+def _go_on(resumed: Resumed, agent: Callable[..., int], *, quiet: bool) -> int:
+    """Train on; the exit code."""
+    steps = resumed.config.steps
+    with watch(resumed.run, steps, quiet=quiet) as announce:
+        announce(resumed.note)
+        if resumed.step == steps:
+            announce(f"all {steps} steps are trained already; more with --steps=N")
+            return 0
+        reopen(resumed)
+        return agent(resumed.run, announce=announce)
+
+
+def _grace(config: RunConfig) -> float:
+    """Seconds that ranks have after SIGTERM."""
+    return config.save.grace_seconds if config.save.at_end else 0.0
 
 
 def _anywhere(config: RunConfig) -> RunConfig:
@@ -78,12 +115,11 @@ def refuse_unnamed(name: str, environment: Mapping[str, str]) -> None:
         raise MistakeError("Several nodes, and no --run NAME: each would name the run by its own clock. Give one name.")
 
 
-def _refuse_existing(path: Path) -> None:
-    if RunFolder(path).exists and _node() == 0:
-        raise MistakeError(
-            f"There is a run at {path} already, and this version cannot go on with one: resume comes with checkpoints. "
-            f"Give a new name, for example --run {path.name}-2."
-        )
+def _begun(run: RunFolder) -> bool:
+    """Whether a run is there; one that was killed before its agent began is taken away."""
+    if run.exists and run.agent() is None:
+        shutil.rmtree(run.path)
+    return run.exists
 
 
 def _node() -> int:

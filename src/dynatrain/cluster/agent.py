@@ -6,12 +6,13 @@ of it is left when :func:`drive` returns.
 """
 
 import os
+import signal
 import time
 from contextlib import suppress
 
 from torch.distributed import DistError
 
-from dynatrain.cluster.causes import ended_badly, first_cause, names, say_end
+from dynatrain.cluster.causes import SAVED, ended_badly, first_cause, names, say_end
 from dynatrain.cluster.context import Report
 from dynatrain.cluster.desk import Desk
 from dynatrain.cluster.heart import Pulse
@@ -153,9 +154,13 @@ class Agent:
             self._tick()
         if self._stop_code:
             over = not self._ranks.living or now > self._stop_end or len(self._interrupts.received) > 1
-            return self._stop_code if over else None
+            return (self._ended_with() or self._stop_code) if over else None
         self._check(now)
-        return None if self._ranks.living else 0
+        return None if self._ranks.living else self._ended_with()
+
+    def _ended_with(self) -> int:
+        """:data:`SAVED` where the ranks say that they have stopped saved; else 0."""
+        return SAVED if any(end.code == SAVED for end in self._ranks.ends.values()) else 0
 
     def _tick(self) -> None:
         """Everything that is looked at rather than reported."""
@@ -204,7 +209,9 @@ class Agent:
     def _stop(self, number: int, node: int) -> None:
         """Ask all ranks to stop at their next step edge, and set the time at which they are killed."""
         self._stop_code = 128 + number
-        self._stop_end = time.monotonic() + STOP_SECONDS
+        # Ctrl-C is a person who waits; SIGTERM leaves the time to save.
+        grace = self._job.grace_seconds if number == signal.SIGTERM else 0.0
+        self._stop_end = time.monotonic() + max(STOP_SECONDS, grace)
         name = signal_name(number)
         self._log.write("signal", signal=name, node=node)
         self._job.announce(f"{name}: stopping at the next step edge; once more to end at once.")

@@ -5,10 +5,13 @@ from collections.abc import Iterable
 from dynatrain.cluster.context import Report
 from dynatrain.cluster.kernel import signal_name
 
+SAVED = 75
+"""A rank's exit code, and then the agent's: the run has stopped before its end, saved, and can go on."""
+
 
 def ended_badly(report: Report) -> bool:
     """Whether a rank's end is a failure of the run."""
-    return report.kind == "ended" and (report.code != 0 or report.signal != 0)
+    return report.kind == "ended" and (report.code not in (0, SAVED) or report.signal != 0)
 
 
 def first_cause(ends: Iterable[Report]) -> Report:

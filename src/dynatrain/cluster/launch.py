@@ -30,6 +30,7 @@ def run_agent(
     device: Device = "auto",
     *,
     liveness_seconds: float = LIVENESS_SECONDS,
+    grace_seconds: float = 0.0,
     announce: Callable[[str], None] = announce_on_stderr,
 ) -> int:
     """Start this node's ranks, watch them to their end, and leave no process behind. For the main thread.
@@ -44,10 +45,12 @@ def run_agent(
         world_size: ranks of all nodes together.
         device: ``auto``, ``cpu`` or ``cuda``.
         liveness_seconds: a rank without a sign of life for longer is lost.
+        grace_seconds: time after SIGTERM in which ranks may still save.
         announce: takes lines for people.
 
     Returns:
-        0 where every rank ended with 0; 3 where the run failed; 130 or 143 after SIGINT or SIGTERM.
+        0 where every rank ended with 0; 75 where they stopped saved; 3 where the run failed; 130 or 143 after SIGINT or
+        SIGTERM, with nothing saved.
 
     Raises:
         ValueError: the user's mistake (``RunError``, ``PlaceError``): the folder is taken or not writable, or the
@@ -76,6 +79,7 @@ def run_agent(
                 world_size=world_size,
                 device=device,
                 liveness_seconds=liveness_seconds,
+                grace_seconds=grace_seconds,
                 announce=announce,
             )
             code = drive(job, spawner, interrupts)

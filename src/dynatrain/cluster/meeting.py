@@ -36,6 +36,7 @@ class Job:
         world_size: ranks of all nodes.
         device: what was asked for.
         liveness_seconds: silence after which a rank counts as lost.
+        grace_seconds: time after SIGTERM in which ranks may still save.
         announce: takes lines for people.
     """
 
@@ -45,6 +46,7 @@ class Job:
     world_size: int
     device: Device
     liveness_seconds: float
+    grace_seconds: float
     announce: Callable[[str], None]
 
 

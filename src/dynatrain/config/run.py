@@ -116,6 +116,23 @@ class Switching(Section):
     """Memory of a rank in mode tight beyond the larger of its old and its new state, in MiB; 0 for what suffices."""
 
 
+class Save(Section):
+    """Checkpoints, in the run's folder under checkpoints/."""
+
+    every: WholeNumber = 0
+    """Steps between two saves, beside training; 0 for none by themselves."""
+    at_end: bool = True
+    """Save when the run ends, and when it is stopped by SIGTERM or by dynatrain stop."""
+    keep_last: Count = 2
+    """Checkpoints that stay."""
+    snapshot_mib: WholeNumber = 0
+    """Memory of a rank for copies that wait for the disk, in MiB; 0 for as much as a save needs."""
+    deadline_seconds: Positive = 600.0
+    """Longest time of a save, in seconds; then it is given up, and training goes on."""
+    grace_seconds: Positive = 60.0
+    """Seconds from SIGTERM to the last save's end; then all ranks are ended, saved or not."""
+
+
 class Switch(Section):
     """One scheduled change of layout."""
 
@@ -145,5 +162,6 @@ class RunConfig(Section):
     pipeline: Pipeline = Pipeline()
     validation: Validation = Validation()
     switching: Switching = Switching()
+    save: Save = Save()
     switch: tuple[Switch, ...] = ()
     """Scheduled changes of layout, in the order of their steps."""

@@ -16,10 +16,14 @@ from typing import Any, Literal, Self
 from dynatrain.observe.atomic import create_atomically, write_atomically
 from dynatrain.observe.modes import MODES, mode_problem
 
-ARGUMENTS: Mapping[str, frozenset[str]] = {"switch": frozenset({"layout", "mode"}), "stop": frozenset()}
+ARGUMENTS: Mapping[str, frozenset[str]] = {
+    "switch": frozenset({"layout", "mode"}),
+    "save": frozenset(),
+    "stop": frozenset(),
+}
 """The verbs, and the arguments that each knows."""
 
-NEEDED: Mapping[str, frozenset[str]] = {"switch": frozenset({"layout"}), "stop": frozenset()}
+NEEDED: Mapping[str, frozenset[str]] = {"switch": frozenset({"layout"}), "save": frozenset(), "stop": frozenset()}
 """The arguments that a verb cannot do without."""
 
 Outcome = Literal["done", "unchanged", "refused", "aborted", "failed"]

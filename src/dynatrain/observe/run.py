@@ -9,6 +9,7 @@
 ``logs/rank_N.log``                       what rank N printed; ``logs/forkserver.log`` what its parent did
 ``requests/``                             what people ask for, and the answers (:mod:`dynatrain.observe.requests`)
 ``switches/NNN/``                         ``plan.json`` and ``certificate.json`` of each switch
+``checkpoints/step_N/``                   the state before step N (:mod:`dynatrain.observe.checkpoints`)
 ========================================  =====================================================================
 """
 
@@ -218,6 +219,11 @@ class RunFolder:
         """Folder of the switches."""
         return self.path / "switches"
 
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints; made by the first save."""
+        return self.path / "checkpoints"
+
     def log(self, rank: int) -> Path:
         """What one rank prints."""
         return self.logs / f"rank_{rank}.log"
@@ -225,6 +231,12 @@ class RunFolder:
     def switch(self, number: int) -> Path:
         """Folder of one switch, numbered from 1; whoever writes there first makes it."""
         return self.switches / f"{number:03d}"
+
+    @property
+    def last_switch(self) -> int:
+        """Number of the last switch of the run; 0 where it has had none."""
+        found = [int(path.name) for path in self.switches.iterdir() if path.name.isdigit()]
+        return max(found, default=0)
 
     def agent(self) -> AgentMark | None:
         """The agent that drives the run, or the last one that did; None where none ever has."""

@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dynatrain.cluster.causes import SAVED
 from dynatrain.cluster.context import RankContext
 from dynatrain.cluster.seat import Seat, take_seat
 from dynatrain.config.load import load_config
+from dynatrain.config.run import RunConfig
 from dynatrain.data.prepare import open_samples, open_validation
 from dynatrain.data.samples import Samples
 from dynatrain.layout.layout import Layout
@@ -19,13 +21,16 @@ from dynatrain.layout.legality import check
 from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import parse_layout, print_layout
 from dynatrain.models.decoder import canonical_name
+from dynatrain.observe.checkpoints import newest
 from dynatrain.observe.log import Log
+from dynatrain.observe.run import RunFolder
 from dynatrain.space.run_check import CheckedRun, check_run
 from dynatrain.train.optimizer import OptimizerSettings
 from dynatrain.train.parallel import Precision
 from dynatrain.train.party import ENDS, PHASES
 from dynatrain.train.probe import probe
 from dynatrain.train.record import Recorder
+from dynatrain.train.saving import Saves
 from dynatrain.train.switcher import Switcher
 from dynatrain.train.trainer import Job, StepResult, Trainer
 from dynatrain.train.validation import Validation, ValidationResult
@@ -54,11 +59,14 @@ def main(context: RankContext) -> None:
             timeout=timedelta(minutes=30),
         )
         samples = open_samples(context.folder.path, checked.config.data.sequence)
-        _train(seat, checked, samples, device)
+        saved_early = _train(seat, checked, samples, device)
         dist.barrier()
+    if saved_early:
+        raise SystemExit(SAVED)
 
 
-def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.device) -> None:
+def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.device) -> bool:
+    """Train; whether the run was stopped before its end, and saved."""
     context, config = seat.context, checked.config
     job = job_of(checked)
     recorder = Recorder(
@@ -70,24 +78,11 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
         rates=probe(dist.group.WORLD, device, nbytes=PROBE_BYTES, repeats=3, ranks_per_node=context.ranks_per_node),
     )
     progress = _Progress(seat)
-    switcher = Switcher(
-        job.build,
-        layout=print_layout(checked.layout),
-        state={"schedule": job.scheduler},
-        initial=job.initial,
-        names=canonical_name,
-        mode=config.switching.mode,
-        deadline=config.switching.deadline_seconds,
-        budget=config.switching.budget_mib << 20,
-        schedule={step: print_layout(layout) for step, layout in checked.switches},
-        board=seat.board,
-        store=seat.store,
-        recorder=recorder,
-        legal=lambda text: legal_layout(checked, text, context.world_size),
-        device=device,
-        hook=progress.event,
-        ranks_per_node=context.ranks_per_node,
-    )
+    switcher = _switcher(seat, checked, job, device, recorder, progress)
+    # Decided once: a rank that looked a moment later could find another.
+    found, _ = newest(context.folder.checkpoints)
+    if start := seat.board.decide("resume", found.name if found else ""):
+        switcher.load(context.folder.checkpoints / start)
     with Log(context.folder.metrics, generation=context.generation, attempt=context.attempt) as log:
 
         def after_step(result: StepResult) -> None:
@@ -115,6 +110,49 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
         Trainer(job, samples, switcher, after_step, validation=validation, after_validation=after_validation).run(
             config.steps
         )
+    if config.save.at_end and not switcher.stopped:
+        switcher.save_now()
+    return switcher.stopped and switcher.saved == switcher.step
+
+
+def _switcher(
+    seat: Seat, checked: CheckedRun, job: Job, device: torch.device, recorder: Recorder, progress: "_Progress"
+) -> Switcher:
+    context, config = seat.context, checked.config
+    return Switcher(
+        job.build,
+        layout=print_layout(checked.layout),
+        state={"schedule": job.scheduler},
+        initial=job.initial,
+        names=canonical_name,
+        mode=config.switching.mode,
+        deadline=config.switching.deadline_seconds,
+        budget=config.switching.budget_mib << 20,
+        schedule={step: print_layout(layout) for step, layout in checked.switches},
+        board=seat.board,
+        store=seat.store,
+        recorder=recorder,
+        legal=lambda text: legal_layout(checked, text, context.world_size),
+        device=device,
+        hook=progress.event,
+        ranks_per_node=context.ranks_per_node,
+        saves=_saves(config, context.folder),
+        save_at_stop=config.save.at_end,
+        on_saved=recorder.saved,
+        switches_before=context.folder.last_switch,
+    )
+
+
+def _saves(config: RunConfig, folder: RunFolder) -> Saves:
+    """How a run is saved."""
+    return Saves(
+        root=folder.checkpoints,
+        run_id=folder.name,
+        every=config.save.every,
+        keep_last=config.save.keep_last,
+        budget=config.save.snapshot_mib << 20,
+        deadline=config.save.deadline_seconds,
+    )
 
 
 class _Progress:

@@ -32,6 +32,7 @@ from dynatrain.plan.summary import PlanSummary, floor_seconds
 from dynatrain.train.attempt import Attempt
 from dynatrain.train.order import Order
 from dynatrain.train.probe import Rates
+from dynatrain.train.saver import Saved
 
 _LOG = logging.getLogger(__name__)
 
@@ -114,6 +115,11 @@ class Recorder:
             self._open = None
             complete = replace(certificate, lost_seconds=max(0.0, *lost.values()))
             self._write(number, _CERTIFICATE, complete.to_json())
+
+    def saved(self, saved: Saved) -> None:
+        """A save has ended, well or not."""
+        if self._rank == 0:
+            self._log.write("save", step=saved.step, outcome=saved.outcome, message=saved.message)
 
     def ended(self, attempt: Attempt, outcome: str, reason: str, step: int, told: Mapping[int, Any]) -> None:
         """A switch was committed, aborted or failed: write its certificate."""

@@ -1,6 +1,6 @@
 """The saves of one job, one at a time: begun at a step edge, ended in the background."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dynatrain.observe.checkpoints import checkpoint_name, usable
@@ -27,10 +27,6 @@ class Saved:
     order: Order | None
 
 
-def _quiet(_saved: Saved) -> None:
-    return
-
-
 class Saver:
     """Saves the worlds of one job.
 
@@ -41,9 +37,10 @@ class Saver:
 
     Attributes:
         last: how the last save has ended; None before the first.
+        saved: the last step that was saved; -1 where none was.
     """
 
-    def __init__(self, party: Party, saves: Saves | None, ended: Callable[[Saved], None] = _quiet) -> None:
+    def __init__(self, party: Party, saves: Saves | None, ended: Sequence[Callable[[Saved], None]]) -> None:
         self._party = party
         self._saves = saves
         self._ended = ended
@@ -51,6 +48,7 @@ class Saver:
         self._order: Order | None = None
         self._number = 0
         self.last: Saved | None = None
+        self.saved = -1
 
     @property
     def on(self) -> bool:
@@ -117,4 +115,7 @@ class Saver:
 
     def _end(self, saved: Saved) -> None:
         self.last = saved
-        self._ended(saved)
+        if saved.outcome != "failed":
+            self.saved = saved.step
+        for told in self._ended:
+            told(saved)

@@ -71,6 +71,7 @@ class Switcher:
         data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; with
             ``fixed``, a loop in which FSDP2 averages gradients keeps its number of data ranks.
         saves: where and when the job is saved; None for never.
+        save_at_stop: a job that is saved is also saved when it is stopped.
         on_saved: told of every save that has ended, well or not.
         switches_before: how many the run has had before; the next one's number counts from there.
         **more: further attributes of :class:`dynatrain.train.party.Party`.
@@ -101,6 +102,7 @@ class Switcher:
         device: torch.device | None = None,
         memory: Pool | None = None,
         saves: Saves | None = None,
+        save_at_stop: bool = True,
         on_saved: Callable[[Saved], None] = lambda _saved: None,
         switches_before: int = 0,
         **more: Any,
@@ -130,7 +132,7 @@ class Switcher:
             **more,
         )
         self._recorder = recorder
-        self._on_saved = on_saved
+        self._save_at_stop = save_at_stop
         self._loads = 0
         self._order: Order | None = None
         self._attempt: Attempt | None = None
@@ -157,7 +159,7 @@ class Switcher:
         for piece in self._world.pieces(rank, device).values():
             self._party.memory.hold(piece)
         self._wrap_optimizer(self._world)
-        self._saver = Saver(self._party, saves, self._note_saved)
+        self._saver = Saver(self._party, saves, (self._answer_saved, on_saved))
         wishes = Wishes(self._party.board, schedule or {}, mode, self._saver.every)
         self._turns = Turns(self._party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
 
@@ -288,10 +290,14 @@ class Switcher:
         self._turns.begun(self.step)
         return self.step
 
-    def _note_saved(self, saved: Saved) -> None:
+    @property
+    def saved(self) -> int:
+        """The last step that was saved; -1 where none was."""
+        return self._saver.saved
+
+    def _answer_saved(self, saved: Saved) -> None:
         if saved.order is not None:
             self._turns.answer(saved.order, saved.outcome, saved.message)
-        self._on_saved(saved)
 
     def _wrap_optimizer(self, world: World) -> None:
         """The first step after a switch decides it; where it is taken back, that step does nothing."""
@@ -363,7 +369,8 @@ class Switcher:
         """End the loop at this edge, saved where the job is saved and nobody is in a hurry."""
         self.stopped = True
         self._saver.finish()
-        saved = self._saver.save_now(self._world, self.step) if order.by != "SIGINT" else ""
+        wanted = self._save_at_stop and order.by != "SIGINT"  # Ctrl-C is a person who waits
+        saved = self._saver.save_now(self._world, self.step) if wanted else ""
         self._turns.answer(order, "done", f"stopped at step {self.step}, {saved or 'not saved'}")
 
     def _free_abandoned(self) -> None:

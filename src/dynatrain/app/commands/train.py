@@ -32,21 +32,25 @@ def run(words: list[str]) -> int:
         Any setting can be changed on the line: --steps=500 --layout fsdp4 --optimizer.lr=1e-3. All that is not set has
         a default; the run's folder holds the whole in config.toml.
 
+        A run that is there already goes on from its newest checkpoint, in the layout of that or in --layout=..., on as
+        many ranks as that has.
+
         On several nodes, on each: torchrun --nproc-per-node=1 ... -m -- dynatrain train CONFIG.toml --run NAME. Without
         the two dashes torchrun takes --run for an option of its own. The run's folder has to be on a shared disk.
 
-        Exit codes: 0 trained to the end; 2 something to correct, nothing was started; 3 the run failed; 130 Ctrl-C.
+        Exit codes: 0 trained to the end; 2 something to correct, nothing was started; 3 the run failed; 75 stopped and
+        saved, the same command goes on; 130 Ctrl-C; 143 SIGTERM with nothing saved.
 
         Args:
             config: the file.
             run: name of the run (a folder under runs/), or the path of its folder; by default file name and time.
-            fresh: never go on with an existing run. In this version no run is gone on with.
+            fresh: never go on with a run that is there already.
             json: print one JSON object at the end, and progress on standard error.
         """
-        del fresh
         loaded, _ = all_of(lambda: load_config(config, settings), lambda: refuse_unnamed(run, os.environ))
         name = run or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder, code = start(loaded.config, run_path(name, RUNS), quiet=json)
+        named = loaded.origins["layout"] == "flag"
+        folder, code = start(loaded.config, run_path(name, RUNS), quiet=json, fresh=fresh, layout_named=named)
         return conclude(folder, code, json=json)
 
     return call(train, own)
