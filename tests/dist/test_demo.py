@@ -41,7 +41,7 @@ def test_the_demo_learns_across_eight_certified_switches_in_less_than_120_s(tmp_
 def every_sample_once_in_the_order_of_the_seed(run: RunFolder) -> None:
     """What the ranks say they trained on is what a run that never switched would have."""
     config = load_config(run.config, []).config
-    samples, _ = open_samples(run.path, config.data.sequence)
+    samples = open_samples(run.path, config.data.sequence)
     recorded = [line["samples"] for line in Tail(run.metrics).new() if line["kind"] == "step"]
     assert recorded == [
         batch_ids(config.seed, step, config.batch.global_sequences, len(samples)).tolist()
