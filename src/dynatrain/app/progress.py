@@ -130,6 +130,8 @@ class Follower:
         self._steps = steps
         self._view = view
         self._metrics, self._events = Tail(run.metrics), Tail(run.events)
+        for tail in (self._metrics, self._events):
+            tail.new()  # of earlier attempts, where the run goes on
         self._recent: deque[float] = deque(maxlen=20)
 
     def look(self) -> None:
@@ -137,6 +139,9 @@ class Follower:
         for record in sorted([*self._events.new(), *self._metrics.new()], key=itemgetter("time")):
             if record["kind"] == "switch" and record["phase"] in {"committed", "aborted", "failed"}:
                 self._view.line(self._switched(record))
+            elif record["kind"] == "save" and record["outcome"] != "unchanged":
+                how = "saved" if record["outcome"] == "done" else f"not saved: {record['message']}"
+                self._view.line(f"step {record['step']}: {how}")
             elif record["kind"] == "validation":
                 self._view.line(validation_text(record))
             elif record["kind"] == "step":

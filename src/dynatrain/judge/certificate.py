@@ -109,6 +109,7 @@ class Certificate:
         run_id: the run.
         switch: number of the switch in the run, from 1.
         generation: of the world after it.
+        attempt: of the run: 0 for its first agent; a run that goes on begins where it was saved.
         step: the last step before it.
         from_: the old layout's text.
         to: the new layout's text.
@@ -133,6 +134,7 @@ class Certificate:
     run_id: str
     switch: int
     generation: int
+    attempt: int = 0
     step: int
     from_: str
     to: str
@@ -200,6 +202,7 @@ _CERTIFICATE: Mapping[str, Rule] = {
     "run_id": text,
     "switch": count,
     "generation": count,
+    "attempt": count,
     "step": count,
     "from": text,
     "to": text,

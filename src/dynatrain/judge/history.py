@@ -20,6 +20,10 @@ def _pair(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name} is of run {after['run_id']}, the one before it of run {before['run_id']}"
     if after["switch"] <= before["switch"]:
         yield f"{name} follows switch {before['switch']}"
+    if after["attempt"] != before["attempt"]:
+        if after["attempt"] < before["attempt"]:
+            yield f"{name} is of attempt {after['attempt']}, the one before it of attempt {before['attempt']}"
+        return  # the run went on from where it was saved, in a layout of its own
     if after["step"] < before["step"]:
         yield f"{name} is at step {after['step']}, the one before it at step {before['step']}"
     left_in = before["to"] if before["outcome"] == "committed" else before["from"]

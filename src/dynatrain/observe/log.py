@@ -14,6 +14,8 @@ its first agent) and the fields of its kind. The kinds of ``events.jsonl``:
 ``signal``          ``signal, node``: the agent was asked to end
 ``run_failed``      ``reason``: the first cause; the run ends with exit code 3
 ``agent_ended``     ``exit, seconds``: nothing of the run is left on this node
+``save``            ``step, outcome, message``: a checkpoint is complete, or could not be made
+``load``            ``step, checkpoint, layout``: the run went on from there
 ``switch``          ``switch, phase, ...``: one line for each phase of a switch, then one with its outcome
 ==================  =========================================================================================
 
@@ -38,6 +40,8 @@ KINDS = frozenset(
         "signal",
         "run_failed",
         "agent_ended",
+        "save",
+        "load",
         "switch",
         "step",
         "validation",

@@ -82,7 +82,8 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
     # Decided once: a rank that looked a moment later could find another.
     found, _ = newest(context.folder.checkpoints)
     if start := seat.board.decide("resume", found.name if found else ""):
-        switcher.load(context.folder.checkpoints / start)
+        step = switcher.load(context.folder.checkpoints / start)
+        recorder.loaded(step, start, switcher.layout)
     with Log(context.folder.metrics, generation=context.generation, attempt=context.attempt) as log:
 
         def after_step(result: StepResult) -> None:

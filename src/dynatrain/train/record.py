@@ -24,6 +24,7 @@ from dynatrain.judge.certificate import (
     Seconds,
     World,
 )
+from dynatrain.layout.layout import Layout
 from dynatrain.layout.text import print_layout
 from dynatrain.observe.atomic import write_atomically
 from dynatrain.observe.log import Log
@@ -72,7 +73,7 @@ class Recorder:
         self._folder = folder
         self._board = board
         self._rank = rank
-        self._generation = generation
+        self._generation, self._attempt = generation, attempt
         self._rates = rates
         self._log = Log(folder.events, generation=generation, attempt=attempt)
         self._ends: list[float] = []
@@ -115,6 +116,11 @@ class Recorder:
             self._open = None
             complete = replace(certificate, lost_seconds=max(0.0, *lost.values()))
             self._write(number, _CERTIFICATE, complete.to_json())
+
+    def loaded(self, step: int, checkpoint: str, layout: Layout) -> None:
+        """The run goes on from a checkpoint."""
+        if self._rank == 0:
+            self._log.write("load", step=step, checkpoint=checkpoint, layout=print_layout(layout))
 
     def saved(self, saved: Saved) -> None:
         """A save has ended, well or not."""
@@ -175,6 +181,7 @@ class Recorder:
             run_id=self._folder.name,
             switch=number,
             generation=self._generation,
+            attempt=self._attempt,
             step=max(0, step - 1),
             from_=print_layout(attempt.old.layout),
             to=print_layout(attempt.target),
