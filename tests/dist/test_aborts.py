@@ -49,19 +49,19 @@ class Director:
         self.ends, self.steps, self.verdicts, self.keys = [], [], [], []
         self.case, self.armed, self.quiet_steps = None, False, 0
         self.sw = switcher(world, LAYOUTS[0], hook=self.hook)
-        original = self.sw._finish
+        original = self.sw._course._finish
 
         def finish(attempt, outcome, reason, told=None):
             self.ends.append((outcome, reason))
             original(attempt, outcome, reason, told)
 
-        self.sw._finish = finish
+        self.sw._course._finish = finish
 
     def hook(self, event, number, _switch):
         case = self.case
         if not self.armed or self.rank != case.victim or event != case.event or case.fired:
             return
-        rounds, wanted = len(self.sw._attempt._schedule.rounds) if event in EVENTS else 0, case.number
+        rounds, wanted = len(self.sw._course._attempt._schedule.rounds) if event in EVENTS else 0, case.number
         assert rounds in {0, ROUNDS[case.mode]}
         if rounds and wanted < 0:
             wanted += rounds

@@ -131,7 +131,7 @@ def test_a_build_that_hangs_on_one_rank_is_given_up_and_does_no_harm_when_it_end
         after = (sw._party.memory.held, registered_groups())
         inputs, _ = batch(0, world.rank)
         sw.model(inputs).sum().backward()
-        return [end[1:] for end in ends], before, seen, after, len(hung), sw._abandoned, gc.isenabled()
+        return [end[1:] for end in ends], before, seen, after, len(hung), sw._course._abandoned, gc.isenabled()
 
     results = everywhere(2, work)
     assert [result[4] for result in results] == [0, 1]

@@ -14,14 +14,14 @@ class Watched:
         self.rank, self.mode, self.script = world.rank, mode, list(script)
         self.deed, self.ends, self.places = None, [], []
         self.sw = switcher(world, layout, hook=self.hook, mode=mode)
-        original = self.sw._finish
+        original = self.sw._course._finish
 
         def finish(attempt, outcome, reason, told=None):
             self.ends.append((outcome, reason))
             original(attempt, outcome, reason, told)
             self.deed = None
 
-        self.sw._finish = finish
+        self.sw._course._finish = finish
 
     def hook(self, event, _number, _switch):
         if self.deed is not None and (event, self.rank) == self.deed[:2]:
@@ -45,7 +45,7 @@ class Watched:
 
 
 def in_new(state):
-    return lambda sw, rank: flip(sw._attempt.new, state, rank)
+    return lambda sw, rank: flip(sw._course._attempt.new, state, rank)
 
 
 def in_old(state):

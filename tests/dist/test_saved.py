@@ -141,7 +141,8 @@ def test_plain_pytorch_goes_on_from_it_without_us(tmp_path):
     (folder,) = checkpoints(tmp_path)
     out = tmp_path / "losses"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", PLAIN, folder, "4"]
-    subprocess.run([*map(str, command), str(out)], check=True, capture_output=True, timeout=60)
+    ended = subprocess.run([*map(str, command), str(out)], check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr[-3000:]
     found = [float(line) for line in out.read_text().split()]
     assert found == pytest.approx(expected[4:6], rel=0, abs=1e-12)
 

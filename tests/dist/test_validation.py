@@ -47,7 +47,7 @@ def train(world, every):
             states.append({key: value.clone() for key, value in sw.world.values().items()})
 
     def after_validation(result):
-        assert not sw._settling  # no switch is between its move and its commit
+        assert not sw._course._settling  # no switch is between its move and its commit
         assert all(module.training for module in sw.model.modules())
         assert not sw.model._get_fsdp_state()._comm_ctx.post_forward_order  # or the next backward prefetches by it
         measured.append((result, print_layout(sw.layout), data.take()))

@@ -8,12 +8,9 @@ The loop asks ``sw`` for its handles in each step; what it kept from before a sw
 trainer is an ordinary user of this class.
 """
 
-import functools
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -24,26 +21,21 @@ from dynatrain.cluster.board import Board
 from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
 from dynatrain.models.names import NameRule, strip_wrappers
-from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
-from dynatrain.train.attempt import Attempt
 from dynatrain.train.blueprint import check_mode
+from dynatrain.train.course import Course
 from dynatrain.train.first import Initial, first_world, join
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.install import survey
 from dynatrain.train.loading import Rename, load
-from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saved, Saver
 from dynatrain.train.saving import Saves
-from dynatrain.train.start import Start
 from dynatrain.train.targets import DataParallel, Read, same_meaning, served, whole_world
 from dynatrain.train.torch_private import default_store
 from dynatrain.train.turns import Turns
 from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
-
-_LOG = logging.getLogger(__name__)
 
 
 class Switcher:
@@ -132,73 +124,76 @@ class Switcher:
             **more,
         )
         self._recorder = recorder
-        self._save_at_stop = save_at_stop
         self._loads = 0
-        self._order: Order | None = None
-        self._attempt: Attempt | None = None
-        self._start: Start | None = None
-        self._abandoned: list[Attempt] = []
-        self._settling = False
-        self._doomed = ""
-        self._edge = -1
-        self._step_ended = time.perf_counter()
         self.step = 0
-        self.stopped = False
         read = legal or whole_world(world_size)
         try:
-            self._world = first_world(self._party, read(layout), initial)
-            self._read = served(same_meaning(read, self.layout, self.parts, data_parallel), lambda: self._world)
+            world = first_world(self._party, read(layout), initial)
+            self._read = served(same_meaning(read, world.layout, world.parts, data_parallel), lambda: self.world)
             for label, thing in (state or {}).items():
-                join(self._party, self._world, label, thing)
+                join(self._party, world, label, thing)
+            self._saver = Saver(self._party, saves, (self._answer_saved, on_saved))
+            wishes = Wishes(self._party.board, schedule or {}, mode, self._saver.every)
+            self._turns = Turns(self._party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
+            self._course = Course(
+                self._party,
+                world,
+                turns=self._turns,
+                saver=self._saver,
+                read=self._read,
+                recorder=recorder,
+                save_at_stop=save_at_stop,
+            )
             for text in (layout, *(schedule or {}).values()):
                 self._read(text)
-            survey(self._party, self._world, "survey")
+            survey(self._party, world, "survey")
         except Exception:
             self.close()
             raise
-        for piece in self._world.pieces(rank, device).values():
+        for piece in world.pieces(rank, device).values():
             self._party.memory.hold(piece)
-        self._wrap_optimizer(self._world)
-        self._saver = Saver(self._party, saves, (self._answer_saved, on_saved))
-        wishes = Wishes(self._party.board, schedule or {}, mode, self._saver.every)
-        self._turns = Turns(self._party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
 
     # The handles.
 
     @property
     def model(self) -> Any:
         """This rank's module in the present layout (a list where ``build`` returned several)."""
-        return self._world.parts[0] if len(self._world.parts) == 1 else self._world.parts
+        return self.world.parts[0] if len(self.world.parts) == 1 else self.world.parts
 
     @property
     def parts(self) -> list[nn.Module]:
         """This rank's modules in the present layout."""
-        return self._world.parts
+        return self.world.parts
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the present layout."""
-        return self._world.optimizer
+        return self.world.optimizer
 
     @property
     def state(self) -> Mapping[str, Any]:
         """The registered objects; factories' products are those of the present layout."""
-        return self._world.objects
+        return self.world.objects
 
     @property
     def doomed(self) -> bool:
         """Whether the step under way is taken back: it updates nothing, and comes again in the old layout."""
-        return bool(self._doomed)
+        return bool(self._course.doomed)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the job was asked to stop, and has."""
+        return self._course.stopped
 
     @property
     def layout(self) -> Layout:
         """The present layout."""
-        return self._world.layout
+        return self.world.layout
 
     @property
     def world(self) -> World:
         """All that the present layout has bound."""
-        return self._world
+        return self._course.world
 
     # The loop.
 
@@ -208,19 +203,15 @@ class Switcher:
         A step whose switch was aborted at its commit is given out a second time, in the old layout.
         """
         while self.step < until:
-            self._at_edge()
+            self._course.edge(self.step)
             if self.stopped:
                 return
             began = time.perf_counter()
             yield self.step
             self._party.note_step(time.perf_counter() - began)
-            if self._settling:
-                self._settle()
-            if not self._doomed:
-                self.step += 1
-            self._step_ended = time.perf_counter()
+            self.step += self._course.step_ended()
             if self._recorder:
-                self._recorder.step_ended(self._step_ended)
+                self._recorder.step_ended(time.perf_counter())
 
     def register(self, label: str, thing: Any) -> Any:
         """Add what could not be made before the first build, such as an average of ``sw.model``.
@@ -237,12 +228,12 @@ class Switcher:
         Raises:
             UnknownStateError: it could not be carried to another layout, by name.
         """
-        join(self._party, self._world, label, thing)
-        survey(self._party, self._world, f"survey/{label}")
-        for granule, piece in self._world.pieces(self._party.rank, self._party.device).items():
-            if self._world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label:
+        join(self._party, self.world, label, thing)
+        survey(self._party, self.world, f"survey/{label}")
+        for granule, piece in self.world.pieces(self._party.rank, self._party.device).items():
+            if self.world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label:
                 self._party.memory.hold(piece)
-        return self._world.objects[label]
+        return self.world.objects[label]
 
     def request(self, layout: str, *, mode: str = "", at: int = -1, by: str = "program") -> None:
         """Ask for a layout, from the loop. All ranks may call; rank 0's word counts.
@@ -266,7 +257,7 @@ class Switcher:
             What became of it, for people.
         """
         self._saver.finish()
-        return self._saver.save_now(self._world, self.step)
+        return self._saver.save_now(self.world, self.step)
 
     def load(self, path: Path, *, rename: Rename | None = None) -> int:
         """Go on from a checkpoint, in whatever layout it was written; before the first step. All ranks call it.
@@ -286,7 +277,7 @@ class Switcher:
             SwitchAbortedError: it cannot be loaded, with everything that is missing, left over or damaged, by name.
         """
         self._loads += 1
-        self.step = load(self._party, self._world, path, f"load/{self._loads}", rename)
+        self.step = load(self._party, self.world, path, f"load/{self._loads}", rename)
         self._turns.begun(self.step)
         return self.step
 
@@ -298,144 +289,6 @@ class Switcher:
     def _answer_saved(self, saved: Saved) -> None:
         if saved.order is not None:
             self._turns.answer(saved.order, saved.outcome, saved.message)
-
-    def _wrap_optimizer(self, world: World) -> None:
-        """The first step after a switch decides it; where it is taken back, that step does nothing."""
-        original = world.optimizer.step
-
-        @functools.wraps(original)
-        def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._saver.before_a_write()
-            if self._settling:
-                self._settle()
-            if self._doomed:
-                return None
-            world.forwards.seen = False
-            return original(*args, **kwargs)
-
-        # A method, as schedulers that are made later expect of it.
-        world.optimizer.step = MethodType(step, world.optimizer)  # type: ignore[method-assign]
-
-    # The step edge.
-
-    def _at_edge(self) -> None:
-        self._edge += 1
-        if self._doomed:
-            self._take_back()
-        self._free_abandoned()
-        self._saver.look()
-        if self._order is None:
-            self._take_turn()
-        if self._order is not None:
-            self._advance(self._order)
-
-    def _take_turn(self) -> None:
-        """Follow the next decision of what to do."""
-        self._order = order = self._turns.take(self._edge, self.step)
-        if order is None:
-            return
-        if self._recorder and order.verb != "save":
-            self._recorder.announced(order, self.step)
-        if order.verb == "switch":
-            self._attempt = Attempt(self._party, order, self._read(order.layout), self._world)
-            self._attempt.start()
-        self._start = Start(self._party, order, self._attempt, lambda: order.verb == "save" and self._saver.busy)
-
-    def _advance(self, order: Order) -> None:
-        """Tell the others when this rank can begin; begin where all agreed to."""
-        assert self._start is not None
-        go = self._start.look(self._edge, self.step)
-        # A forward without a step yet: gradients wait for a later step, equally on all ranks, which wait with them.
-        # Gradients themselves would not tell: FSDP2 may hold them back, and a rank with frozen parameters has none.
-        if go is None or (go.edge >= 0 and (go.edge > self._edge or self._world.forwards.seen)):
-            return
-        self._party.board.done_with(order.turn)
-        self._order = None
-        if self._attempt is not None and go.edge < 0:
-            self._abandoned.append(self._attempt)
-            self._free_abandoned()
-            self._finish(self._attempt, "aborted", go.reason)
-        elif self._attempt is not None:
-            self._order = order
-            self._begin(self._attempt)
-        elif go.edge < 0:
-            self._turns.answer(order, "aborted", go.reason)
-        elif order.verb == "save":
-            self._saver.begin(self._world, self.step, order)
-        else:
-            self._stop(order)
-
-    def _stop(self, order: Order) -> None:
-        """End the loop at this edge, saved where the job is saved and nobody is in a hurry."""
-        self.stopped = True
-        self._saver.finish()
-        wanted = self._save_at_stop and order.by != "SIGINT"  # Ctrl-C is a person who waits
-        saved = self._saver.save_now(self._world, self.step) if wanted else ""
-        self._turns.answer(order, "done", f"stopped at step {self.step}, {saved or 'not saved'}")
-
-    def _free_abandoned(self) -> None:
-        """Free what attempts have made that were given up before they began, also those whose thread ended late."""
-        running = [attempt for attempt in self._abandoned if not attempt.prepared]  # before: it may end meanwhile
-        for attempt in self._abandoned:
-            attempt.give_up()
-        self._abandoned = running
-
-    def _begin(self, attempt: Attempt) -> None:
-        self._saver.before_a_write()
-        try:
-            attempt.move()
-        except SwitchAbortedError as abort:
-            self._finish(attempt, "aborted", str(abort))
-            return
-        except SwitchFailedError as failure:
-            self._finish(attempt, "failed", str(failure))
-            raise
-        assert attempt.new is not None
-        self._world = attempt.new
-        self._wrap_optimizer(self._world)
-        attempt.seconds["stall"] = time.perf_counter() - self._step_ended
-        self._settling = True
-        attempt.start_check()
-
-    # The end of a switch.
-
-    def _settle(self) -> None:
-        attempt = self._attempt
-        assert attempt is not None
-        self._settling = False
-        try:
-            told = attempt.settle()
-        except SwitchAbortedError as abort:
-            self._doomed = str(abort)  # and the edge takes it back: until then the loop uses the new objects
-        except SwitchFailedError as failure:
-            self._finish(attempt, "failed", str(failure))
-            raise
-        else:
-            self._finish(attempt, "committed", "", told)
-
-    def _take_back(self) -> None:
-        """At the edge after an aborted commit: the old objects again, and the same step once more."""
-        attempt, why = self._attempt, self._doomed
-        assert attempt is not None
-        self._doomed = ""
-        try:
-            attempt.undo(why)
-        except SwitchFailedError as failure:
-            self._finish(attempt, "failed", str(failure))
-            raise
-        self._world = attempt.old
-        self._finish(attempt, "aborted", why)
-
-    def _finish(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any] | None = None) -> None:
-        self._attempt = self._order = None
-        attempt.finish()
-        if outcome != "committed" and self._party.rank == 0:
-            _LOG.warning("switch %d to %s: %s: %s", attempt.order.number, attempt.order.layout, outcome, reason)
-        if self._recorder:
-            self._recorder.ended(attempt, outcome, reason, self.step, told or {})
-        said, since = "done" if outcome == "committed" else outcome, f"{attempt.order.layout} since step {self.step}"
-        self._turns.answer(attempt.order, said, reason or since, attempt.order.number)
-        self._party.hook(outcome, -1, attempt.order.number)
 
     def close(self) -> None:
         """Destroy the process groups that this object made."""

@@ -1,0 +1,220 @@
+"""The course of a job through its orders: switches, saves and the stop, one at a time, begun at step edges."""
+
+import functools
+import logging
+import time
+from types import MethodType
+from typing import Any
+
+import torch
+
+from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
+from dynatrain.train.attempt import Attempt
+from dynatrain.train.order import Order
+from dynatrain.train.party import Party
+from dynatrain.train.record import Recorder
+from dynatrain.train.saver import Saver
+from dynatrain.train.start import Start
+from dynatrain.train.targets import Read
+from dynatrain.train.turns import Turns
+from dynatrain.train.world import World
+
+_LOG = logging.getLogger(__name__)
+
+
+class Course:
+    """Follows the orders of one job on one rank.
+
+    Args:
+        party: this rank.
+        world: the first one.
+        turns: gives the orders.
+        saver: saves the job.
+        read: reads a layout's text.
+        recorder: keeps the books; None keeps none.
+        save_at_stop: a job that is saved is also saved when it is stopped.
+
+    Attributes:
+        world: the present one.
+        stopped: whether the job was asked to stop, and has.
+        doomed: why the step under way is taken back; empty where it is not.
+    """
+
+    def __init__(
+        self,
+        party: Party,
+        world: World,
+        *,
+        turns: Turns,
+        saver: Saver,
+        read: Read,
+        recorder: Recorder | None,
+        save_at_stop: bool,
+    ) -> None:
+        self._party = party
+        self._turns = turns
+        self._saver = saver
+        self._read = read
+        self._recorder = recorder
+        self._save_at_stop = save_at_stop
+        self._order: Order | None = None
+        self._attempt: Attempt | None = None
+        self._start: Start | None = None
+        self._abandoned: list[Attempt] = []
+        self._settling = False
+        self._edge = -1
+        self._step = 0
+        self._step_ended = time.perf_counter()
+        self.world = world
+        self.stopped = False
+        self.doomed = ""
+        self._wrap_optimizer(world)
+
+    def edge(self, step: int) -> None:
+        """A step edge: take back what is doomed, begin what all ranks have agreed to begin here.
+
+        Args:
+            step: the next step.
+        """
+        self._edge += 1
+        self._step = step
+        if self.doomed:
+            self._take_back()
+        self._free_abandoned()
+        self._saver.look()
+        if self._order is None:
+            self._take_turn()
+        if self._order is not None:
+            self._advance(self._order)
+
+    def step_ended(self) -> bool:
+        """The loop's step is over; whether it counts, which a doomed one does not."""
+        if self._settling:
+            self._settle()
+        self._step_ended = time.perf_counter()
+        return not self.doomed
+
+    def _wrap_optimizer(self, world: World) -> None:
+        """The first step after a switch decides it; where it is taken back, that step does nothing."""
+        original = world.optimizer.step
+
+        @functools.wraps(original)
+        def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._saver.before_a_write()
+            if self._settling:
+                self._settle()
+            if self.doomed:
+                return None
+            world.forwards.seen = False
+            return original(*args, **kwargs)
+
+        # A method, as schedulers that are made later expect of it.
+        world.optimizer.step = MethodType(step, world.optimizer)  # type: ignore[method-assign]
+
+    def _take_turn(self) -> None:
+        """Follow the next decision of what to do."""
+        self._order = order = self._turns.take(self._edge, self._step)
+        if order is None:
+            return
+        if self._recorder and order.verb != "save":
+            self._recorder.announced(order, self._step)
+        if order.verb == "switch":
+            self._attempt = Attempt(self._party, order, self._read(order.layout), self.world)
+            self._attempt.start()
+        self._start = Start(self._party, order, self._attempt, lambda: order.verb == "save" and self._saver.busy)
+
+    def _advance(self, order: Order) -> None:
+        """Tell the others when this rank can begin; begin where all agreed to."""
+        assert self._start is not None
+        go = self._start.look(self._edge, self._step)
+        # A forward without a step yet: gradients wait for a later step, equally on all ranks, which wait with them.
+        # Gradients themselves would not tell: FSDP2 may hold them back, and a rank with frozen parameters has none.
+        if go is None or (go.edge >= 0 and (go.edge > self._edge or self.world.forwards.seen)):
+            return
+        self._party.board.done_with(order.turn)
+        self._order = None
+        if self._attempt is not None and go.edge < 0:
+            self._abandoned.append(self._attempt)
+            self._free_abandoned()
+            self._finish(self._attempt, "aborted", go.reason)
+        elif self._attempt is not None:
+            self._order = order
+            self._begin(self._attempt)
+        elif go.edge < 0:
+            self._turns.answer(order, "aborted", go.reason)
+        elif order.verb == "save":
+            self._saver.begin(self.world, self._step, order)
+        else:
+            self._stop(order)
+
+    def _stop(self, order: Order) -> None:
+        """End the loop at this edge, saved where the job is saved and nobody is in a hurry."""
+        self.stopped = True
+        self._saver.finish()
+        wanted = self._save_at_stop and order.by != "SIGINT"  # Ctrl-C is a person who waits
+        saved = self._saver.save_now(self.world, self._step) if wanted else ""
+        self._turns.answer(order, "done", f"stopped at step {self._step}, {saved or 'not saved'}")
+
+    def _free_abandoned(self) -> None:
+        """Free what attempts have made that were given up before they began, also those whose thread ended late."""
+        running = [attempt for attempt in self._abandoned if not attempt.prepared]  # before: it may end meanwhile
+        for attempt in self._abandoned:
+            attempt.give_up()
+        self._abandoned = running
+
+    def _begin(self, attempt: Attempt) -> None:
+        self._saver.before_a_write()
+        try:
+            attempt.move()
+        except SwitchAbortedError as abort:
+            self._finish(attempt, "aborted", str(abort))
+            return
+        except SwitchFailedError as failure:
+            self._finish(attempt, "failed", str(failure))
+            raise
+        assert attempt.new is not None
+        self.world = attempt.new
+        self._wrap_optimizer(self.world)
+        attempt.seconds["stall"] = time.perf_counter() - self._step_ended
+        self._settling = True
+        attempt.start_check()
+
+    # The end of a switch.
+
+    def _settle(self) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        self._settling = False
+        try:
+            told = attempt.settle()
+        except SwitchAbortedError as abort:
+            self.doomed = str(abort)  # and the edge takes it back: until then the loop uses the new objects
+        except SwitchFailedError as failure:
+            self._finish(attempt, "failed", str(failure))
+            raise
+        else:
+            self._finish(attempt, "committed", "", told)
+
+    def _take_back(self) -> None:
+        """At the edge after an aborted commit: the old objects again, and the same step once more."""
+        attempt, why = self._attempt, self.doomed
+        assert attempt is not None
+        self.doomed = ""
+        try:
+            attempt.undo(why)
+        except SwitchFailedError as failure:
+            self._finish(attempt, "failed", str(failure))
+            raise
+        self.world = attempt.old
+        self._finish(attempt, "aborted", why)
+
+    def _finish(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any] | None = None) -> None:
+        self._attempt = self._order = None
+        attempt.finish()
+        if outcome != "committed" and self._party.rank == 0:
+            _LOG.warning("switch %d to %s: %s: %s", attempt.order.number, attempt.order.layout, outcome, reason)
+        if self._recorder:
+            self._recorder.ended(attempt, outcome, reason, self._step, told or {})
+        said, since = "done" if outcome == "committed" else outcome, f"{attempt.order.layout} since step {self._step}"
+        self._turns.answer(attempt.order, said, reason or since, attempt.order.number)
+        self._party.hook(outcome, -1, attempt.order.number)
