@@ -165,9 +165,10 @@ class Walker:
 
     def _measure_moves(self):
         """From before the first transfer until everything is bound."""
-        run, make = attempts.Attempt._run, attempts.Executor
+        run = attempts.Attempt._run
 
         def running(attempt):
+            make = attempts.Executor  # now: a test may have planted another one
             with ExitStack() as stack:
 
                 def making(**given):
@@ -176,6 +177,7 @@ class Walker:
                     return make(**given)
 
                 attempts.Executor = making
+                stack.callback(setattr, attempts, "Executor", make)
                 run(attempt)
 
         attempts.Attempt._run = running
