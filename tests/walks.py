@@ -29,6 +29,7 @@ BLOCK = {"norm": (WIDTH,), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
 TENSORS = (
     {"embed.weight": (WORDS, WIDTH)}
     | {f"layers.{layer}.{name}.weight": shape for layer in range(LAYERS) for name, shape in BLOCK.items()}
+    | {f"layers.{layer}.seen": (INNER,) for layer in range(LAYERS)}
     | {"norm.weight": (WIDTH,), "head.weight": (WORDS, WIDTH)}
 )
 """Shapes of all tensors of the model."""
@@ -49,6 +50,7 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(WIDTH)
         self.up = nn.Linear(WIDTH, INNER, bias=False)
         self.down = nn.Linear(INNER, WIDTH, bias=False)
+        self.register_buffer("seen", torch.zeros(INNER))
 
 
 class Part(nn.Module):

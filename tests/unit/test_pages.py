@@ -50,7 +50,11 @@ def test_memory_that_is_given_back_between_pieces_that_stay_leaves_the_process_a
 
 def given_back_out_of_the_heap():
     libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
     libc.mallopt(-3, 32 * MIB)
     parts = [libc.malloc(20 * MIB) for _ in range(4)]
     libc.malloc(3 * MIB)  # above them, so that the heap does not shrink

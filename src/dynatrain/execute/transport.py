@@ -183,7 +183,7 @@ class _Batch:
 
 
 def _finished(works: Iterable[dist.Work]) -> set[dist.Work]:
-    """Those of some gloo works that come to a good end in a moment; with the first that does not, all connections close.
+    """Those of some gloo works that end well in a moment; with the first that comes to no end, all connections close.
 
     Asked only after a failure.
     """
