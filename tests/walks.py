@@ -152,7 +152,10 @@ class Walker:
         fill(self.sw.world.values(), TENSORS, text, self.world.rank, LAYERS)
 
     def misplaced(self, text):
-        return misplaced(self.sw.world.values(), TENSORS, text, self.world.rank, LAYERS)
+        values, model = self.sw.world.values(), self.sw.model
+        values |= {(name, "param"): local_tensor(value) for name, value in model.named_parameters()}  # as it is used
+        values |= {(name, "buffer"): value for name, value in model.named_buffers()}
+        return misplaced(values, TENSORS, text, self.world.rank, LAYERS)
 
     def go(self, text, mode="keep", at=-1):
         """Switch; returns what became of it."""
