@@ -1,6 +1,7 @@
 """A switch that fails anywhere, on any rank, leaves the run as if it had not been tried."""
 
 import gc
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -40,6 +41,11 @@ def points(rounds):
     return [*PHASES, *((event, number) for number in rounds for event in EVENTS)]
 
 
+BREATH = 0.05
+"""Seconds after each step, for the thread that prepares a switch: hundreds of steps would pass meanwhile, and each has
+to be compared with the reference's."""
+
+
 class Director:
     """Plays cases one after the other: a disturbed switch, two steps, the same switch undisturbed, the next case."""
 
@@ -74,6 +80,8 @@ class Director:
         return self.sw._party.memory.held, registered_groups(), gc.isenabled(), gc.get_freeze_count()
 
     def after_step(self, result):
+        if self.sw._attempt is not None:
+            time.sleep(BREATH)
         self.steps.append((result.loss, result.grad_norm, shares(self.sw, self.rank)))
         if self.ends:
             self.ended(*self.ends.pop())
