@@ -112,7 +112,7 @@ class Director:
         if self.armed:
             self.armed = False
             self.verdicts.append([self.case, outcome, reason, self.before])
-            self.quiet_steps = 2
+            self.quiet_steps = 4
         else:
             self.verdicts[-1] += [outcome, reason]
             self.case = None
@@ -158,7 +158,8 @@ def judge(results):
         assert {(verdict[1], verdict[2]) for verdict in verdicts} == {("aborted", reason)}, where
         assert f"rank {case.victim}: PlantedError: {case.event}" in reason, where
         assert all(verdict[3][0] == verdict[4][0] for verdict in verdicts), f"{where}: {before} became {after}"
-        assert all(verdict[3][1] >= verdict[4][1] for verdict in verdicts), f"{where}: {before} became {after}"
+        groups = [(verdict[3][1], verdict[4][1]) for verdict in verdicts]
+        assert all(one >= other for one, other in groups), f"{where}: groups of each rank before and after: {groups}"
         assert all(verdict[4][2:] == (True, 0) for verdict in verdicts), f"{where}: {before} became {after}"
         assert second[0] == "committed", where
     # A few are in use at any moment; whatever an abort leaves behind would add up.
