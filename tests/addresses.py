@@ -10,8 +10,13 @@ import re
 
 import torch
 
-STATES = ("param", "exp_avg", "exp_avg_sq", "step", "ema.shadow", "mean.local")
-"""All kinds of state of the job: the value, the optimizer's, and two registered objects'."""
+STATES = ("param", "exp_avg", "exp_avg_sq", "step", "ema.shadow", "mean.local", "buffer")
+"""All kinds of state of the job: the value, the optimizer's, two registered objects', and a buffer's only one."""
+
+
+def states_of(name):
+    """The states that a tensor has."""
+    return STATES[-1:] if name.endswith(".seen") else STATES[:-1]
 
 
 def place(text, rank):
@@ -39,6 +44,8 @@ def address(text, rank, name, shape, layers):
     if stage != index["pp"]:
         return None
     box = [(0, size) for size in shape]
+    if name.endswith(".seen"):  # buffers are never cut
+        return tuple(box)
     if "norm" not in name:
         dim = 1 if name.endswith("down.weight") else 0
         box[dim] = chunk(box[dim], ways["tp"], index["tp"])
@@ -68,9 +75,8 @@ def fill(values, tensors, text, rank, layers):
     """
     for number, (name, shape) in enumerate(tensors.items()):
         box = address(text, rank, name, shape, layers)
-        for state in STATES:
-            if box is not None:
-                values[name, state].copy_(stamp(number, state, shape, box))
+        for state in states_of(name) if box is not None else ():
+            values[name, state].copy_(stamp(number, state, shape, box))
 
 
 def misplaced(values, tensors, text, rank, layers):
@@ -79,7 +85,7 @@ def misplaced(values, tensors, text, rank, layers):
     left = dict(values)
     for number, (name, shape) in enumerate(tensors.items()):
         box = address(text, rank, name, shape, layers)
-        for state in STATES if box is not None else ():
+        for state in states_of(name) if box is not None else ():
             value, want = left.pop((name, state), None), stamp(number, state, shape, box)
             if value is None or value.shape != want.shape:
                 wrong.append((name, state, "missing"))
@@ -90,8 +96,8 @@ def misplaced(values, tensors, text, rank, layers):
 
 
 def arriving(old, new, tensors, rank, layers):
-    """What ``rank`` must get from others when ``old`` becomes ``new``: (elements of each whole state, scalars)."""
-    elements = scalars = 0
+    """Bytes that ``rank`` must get from others when ``old`` becomes ``new``: of fp64, but of fp32 for a scalar."""
+    nbytes = 0
     for name, shape in tensors.items():
         was, box = (address(text, rank, name, shape, layers) for text in (old, new))
         if box is not None:
@@ -100,6 +106,7 @@ def arriving(old, new, tensors, rank, layers):
                 if was is None
                 else math.prod(max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(was, box, strict=True))
             )
-            elements += math.prod(b - a for a, b in box) - kept
-            scalars += was is None
-    return elements, scalars
+            scalar = "step" in states_of(name)
+            nbytes += 8 * (len(states_of(name)) - scalar) * (math.prod(b - a for a, b in box) - kept)
+            nbytes += 4 * (scalar and was is None)
+    return nbytes

@@ -78,6 +78,7 @@ class Case:
     clip: float = 1.0
     exact_norm: bool = False
     late: bool = False
+    schedule: str = "1f1b"
 
     @property
     def steps(self):
@@ -97,6 +98,7 @@ class Case:
             optimizer=self.settings,
             global_sequences=self.micro_batches,
             micro_sequences=1,
+            schedule=self.schedule,
         )
 
     def data(self):

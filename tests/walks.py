@@ -29,6 +29,7 @@ BLOCK = {"norm": (WIDTH,), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
 TENSORS = (
     {"embed.weight": (WORDS, WIDTH)}
     | {f"layers.{layer}.{name}.weight": shape for layer in range(LAYERS) for name, shape in BLOCK.items()}
+    | {f"layers.{layer}.seen": (INNER,) for layer in range(LAYERS)}
     | {"norm.weight": (WIDTH,), "head.weight": (WORDS, WIDTH)}
 )
 """Shapes of all tensors of the model."""
@@ -49,6 +50,7 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(WIDTH)
         self.up = nn.Linear(WIDTH, INNER, bias=False)
         self.down = nn.Linear(INNER, WIDTH, bias=False)
+        self.register_buffer("seen", torch.zeros(INNER))
 
 
 class Part(nn.Module):
@@ -150,7 +152,10 @@ class Walker:
         fill(self.sw.world.values(), TENSORS, text, self.world.rank, LAYERS)
 
     def misplaced(self, text):
-        return misplaced(self.sw.world.values(), TENSORS, text, self.world.rank, LAYERS)
+        values, model = self.sw.world.values(), self.sw.model
+        values |= {(name, "param"): local_tensor(value) for name, value in model.named_parameters()}  # as it is used
+        values |= {(name, "buffer"): value for name, value in model.named_buffers()}
+        return misplaced(values, TENSORS, text, self.world.rank, LAYERS)
 
     def go(self, text, mode="keep", at=-1):
         """Switch; returns what became of it."""
@@ -165,9 +170,10 @@ class Walker:
 
     def _measure_moves(self):
         """From before the first transfer until everything is bound."""
-        run, make = attempts.Attempt._run, attempts.Executor
+        run = attempts.Attempt._run
 
         def running(attempt):
+            make = attempts.Executor  # now: a test may have planted another one
             with ExitStack() as stack:
 
                 def making(**given):
@@ -176,6 +182,7 @@ class Walker:
                     return make(**given)
 
                 attempts.Executor = making
+                stack.callback(setattr, attempts, "Executor", make)
                 run(attempt)
 
         attempts.Attempt._run = running

@@ -16,6 +16,8 @@ from dynatrain.train.switcher import Switcher
 FAULTS = "faults.json"
 BUDGET = STAGING_BYTES + (33 << 10)
 """Several rounds in ``tight``."""
+ROUNDS = {"keep": 10, "tight": 3}
+"""Rounds of each switch."""
 
 
 class _Faulty(rank._Progress):
@@ -25,10 +27,16 @@ class _Faulty(rank._Progress):
     rank: int
     switchers: list[Switcher]
 
+    def round_at(self, place: str) -> int:
+        """The number of the ``first``, ``middle`` or ``last`` round of the switch that is under way."""
+        schedule = self.switchers[0]._attempt._schedule
+        assert len(schedule.rounds) == ROUNDS[schedule.mode], f"{len(schedule.rounds)} rounds in {schedule.mode}"
+        return {"first": 0, "middle": len(schedule.rounds) // 2, "last": len(schedule.rounds) - 1}[place]
+
     def event(self, event: str, round_: int, switch: int) -> None:
         super().event(event, round_, switch)
         for fault in [f for f in self.planted if (f["event"], f["switch"], f["rank"]) == (event, switch, self.rank)]:
-            if fault["round"] in {None, round_}:
+            if fault["round"] is None or round_ == self.round_at(fault["round"]):
                 self.planted.remove(fault)
                 if fault["signal"] == "flip":
                     flip(self.switchers[0]._attempt.new, "param", self.rank)

@@ -26,12 +26,19 @@ from dynatrain.observe.run import RunFolder
 from dynatrain.space.hf_config import written_config
 
 MODES = ("keep", "tight")
+_BEFORE = ("build", "warm", "quiesce")
 ROUND_EVENTS = ("round_start", "posted", "received", "agreed")
 EVERYWHERE = tuple(
-    [(event, None) for event in ("build", "warm", "quiesce", "move", "bound", "check", "commit")]
-    + [(event, number) for number in range(2) for event in ROUND_EVENTS]
+    [
+        (event, None, rank)
+        for event in ("build", "warm", "quiesce", "move", "bound", "check", "commit")
+        for rank in range(2)
+    ]
+    + [(event, place, rank) for place in ("first", "last") for event in ROUND_EVENTS for rank in range(2)]
+    + [(event, "middle", number % 2) for number, event in enumerate(ROUND_EVENTS)]
 )
-PHASES = ("build", "warm", "quiesce", "posted", "check", "commit")
+"""``(event, round, rank)``."""
+PHASES = tuple((event, "middle" if event == "posted" else None) for event in (*_BEFORE, "posted", "check", "commit"))
 STEPS = 100_000
 """Until somebody ends the run; equal for all, since the learning rate depends on it."""
 DEADLINE = 4.0
@@ -125,13 +132,20 @@ def killed(folder, prepared, mode, event, number=None, victim=1):
 
 
 def test_a_rank_killed_in_any_phase_ends_the_run_with_3_and_is_named_with_phase_and_switch(prepared, tmp_path):
-    side_by_side(lambda at: killed(tmp_path, prepared, *at), [(mode, event) for mode in MODES for event in PHASES])
+    # Before the ranks quiesce the modes have one course.
+    at = [
+        (mode, *point)
+        for mode in MODES
+        for point in PHASES
+        if (mode, point[0]) not in {("tight", "build"), ("keep", "warm")}
+    ]
+    side_by_side(lambda one: killed(tmp_path, prepared, *one), at)
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_each_rank_killed_anywhere_ends_the_run_with_3_and_is_named_with_phase_and_switch(prepared, tmp_path):
-    every = [(mode, *point, victim) for mode in MODES for point in EVERYWHERE for victim in range(2)]
+    every = [(mode, *point) for mode in MODES for point in EVERYWHERE]
     side_by_side(lambda at: killed(tmp_path, prepared, *at), every)
 
 
@@ -157,8 +171,12 @@ def stopped(folder, prepared, mode, points):
                 os.kill(pids[rank], signal.SIGCONT)
             answers.append(wait_answer(run.requests, f"r{number}", 60))
             here = 1 - here if answers[-1].outcome == "done" else here
+        events = switch_events(run)
+        submit(run.requests, Request(id="same", verb="switch", arguments={"layout": LAYOUTS[here]}))
+        assert wait_answer(run.requests, "same", 60).outcome == "unchanged"
         done = len(steps_of(run))
         until(lambda: len(steps_of(run)) > done + 2)
+        assert switch_events(run) == events  # it was not even announced
         agent.send(signal.SIGINT)
         code, said, _ = agent.end(30)
     assert code == 130, said
@@ -192,9 +210,7 @@ LONG = DEADLINE + 1.5
 
 def test_a_stopped_rank_costs_nothing_before_the_deadline_and_the_switch_alone_after_it(prepared, tmp_path):
     points = {
-        mode: [
-            (event, None, 1, LONG if number % 2 == MODES.index(mode) else SHORT) for number, event in enumerate(PHASES)
-        ]
+        mode: [(*point, 1, LONG if number % 2 == MODES.index(mode) else SHORT) for number, point in enumerate(PHASES)]
         for mode in MODES
     }
     stop_everywhere(tmp_path, prepared, points)
@@ -203,7 +219,7 @@ def test_a_stopped_rank_costs_nothing_before_the_deadline_and_the_switch_alone_a
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_each_rank_stopped_anywhere_costs_nothing_or_the_switch_alone(prepared, tmp_path):
-    every = [(*point, rank, seconds) for point in EVERYWHERE for rank in range(2) for seconds in (SHORT, LONG)]
+    every = [(*point, seconds) for point in EVERYWHERE for seconds in (SHORT, LONG)]
     stop_everywhere(tmp_path, prepared, dict.fromkeys(MODES, every))
 
 

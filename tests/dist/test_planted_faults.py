@@ -7,10 +7,11 @@ by the digests; and with all of them off by the stamps, which hence do not pass 
 from dataclasses import replace
 
 import pytest
-from tests.jobs import everywhere
+from tests.jobs import everywhere, late
 from tests.walks import Walker
 
 from dynatrain.execute.rounds import Executor
+from dynatrain.execute.transport import GroupTransport
 from dynatrain.train import attempt as attempts
 from dynatrain.train import blueprint
 from dynatrain.train.proof import Proof
@@ -96,9 +97,9 @@ CAUGHT_BY = {
 }
 
 
-def plant_all(world):
+def plant_all(world, transport):
     """Plant each fault with all guards switched off that come before the one that is to catch it."""
-    walker = Walker(world, "tp4")
+    walker = Walker(world, "tp4", transport=transport)
     found = {}
     for (number, guard), fault in ((one, fault) for one in enumerate(CAUGHT_BY) for fault in CAUGHT_BY[one[1]]):
         with pytest.MonkeyPatch.context() as patch:
@@ -114,9 +115,9 @@ def plant_all(world):
     return found
 
 
-@pytest.fixture(scope="module")
-def found():
-    return everywhere(4, plant_all, 200)
+@pytest.fixture(scope="module", params=[GroupTransport, pytest.param(late, marks=pytest.mark.sweep)])
+def found(request):
+    return everywhere(4, lambda world: plant_all(world, request.param), 200)
 
 
 @pytest.mark.parametrize("fault", CAUGHT_BY["judge"])

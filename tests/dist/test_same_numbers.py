@@ -55,6 +55,14 @@ def test_biases_and_learned_positions_change_nothing():
     assert max(*alone, *mixed) <= 1e-12
 
 
+def test_pipelines_that_run_all_forwards_first_change_nothing():
+    """Two micro-batches for four stages: the schedule that is used otherwise refuses so few."""
+    states, losses = furthest(Case(tour=("pp4", "pp2.fsdp2", "pp2.tp2"), micro_batches=2, schedule="gpipe"))
+
+    assert states <= 1e-12
+    assert losses <= 1e-12
+
+
 def test_every_composition_is_right_in_single_precision():
     """What fp64 cannot show: other kernels, other divisions, reductions in another dtype."""
     states, losses = furthest(Case(tour=(*TEN, "fsdp4-z1", "fsdp4-z2"), compute="fp32"))

@@ -6,8 +6,9 @@ from tests.dist.foreign import Books, everywhere, switcher, until_ended
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from dynatrain.layout.stages import stage_ranges
 from dynatrain.models.names import strip_wrappers
@@ -174,12 +175,18 @@ def test_wrappers_in_any_order_leave_canonical_names():
         "checkpoint of compiled": lambda: checkpoint_wrapper(torch.compile(inner())),
         "compiled checkpoint": lambda: torch.compile(checkpoint_wrapper(inner())),
         "twice": lambda: checkpoint_wrapper(checkpoint_wrapper(inner())),
+        "in data parallel": lambda: nn.DataParallel(inner()),
+        "in DDP": lambda: DistributedDataParallel(inner()),
+        "in FSDP1": lambda: FullyShardedDataParallel(inner(), use_orig_params=True, device_id=torch.device("cpu")),
+        "in FSDP1, compiled": lambda: FullyShardedDataParallel(
+            torch.compile(inner()), use_orig_params=True, device_id=torch.device("cpu")
+        ),
     }
 
     def work(_world):
         mesh, found = init_device_mesh("cpu", (1,)), {}
         for name, wrap in orders.items():
-            for sharded in (False, True):
+            for sharded in (False,) if name.startswith("in ") else (False, True):  # those shard or copy themselves
                 part, child = wrap(), nn.Sequential(nn.Sequential(wrap()))
                 for module in (part, child[0][0], child) if sharded else ():
                     fully_shard(module, mesh=mesh)

@@ -53,6 +53,16 @@ def build_short(mesh, _layout):
     return net, torch.optim.AdamW(groups_of(net))
 
 
+def counted_in_python(net):
+    """An optimizer of a user's who has loaded a checkpoint of old, with its steps as Python numbers."""
+    optimizer = torch.optim.AdamW(groups_of(net))
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[param] = {"step": 3} | moments
+    return optimizer
+
+
 def same_name(_part, path):
     return "weight" if path in {"inside.weight", "out.weight"} else path
 
@@ -109,6 +119,10 @@ AT_START = {
     "optimizer": (
         {"build": with_optimizer(lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))},
         ["SGD", "no state schema", "AdamW"],
+    ),
+    "a Python step": (
+        {"build": with_optimizer(counted_in_python)},
+        ["state step of out.weight is neither shaped like it nor a scalar: int"],
     ),
     "foreign parameters": (
         {"build": with_optimizer(lambda _net: torch.optim.AdamW([nn.Parameter(torch.zeros(3))]))},

@@ -154,6 +154,47 @@ def test_a_switch_changes_no_bit_of_anything_and_the_loop_goes_on_as_without_it(
             assert calls.count("stepped") == 1
 
 
+def test_a_third_moment_and_options_that_the_user_changed_go_along():
+    def build(mesh, layout):
+        net, _ = build_net(mesh, layout)
+        return net, torch.optim.AdamW(groups_of(net), betas=(0.8, 0.9), amsgrad=True)
+
+    changed = {"betas": (0.7, 0.95), "weight_decay": 0.25, "lr": 3e-3, "eps": 1e-6}
+
+    def work(world, tour):
+        sw = switcher(world, build, "fsdp2", schedule=tour, recorder=(books := Books()))
+        for number, group in enumerate(sw.optimizer.param_groups):  # others than build makes, and than their neighbours
+            group["betas"] = (changed["betas"][0] + number / 100, changed["betas"][1])
+            group["weight_decay"] = changed["weight_decay"] + number / 10
+            group |= {"lr": changed["lr"], "eps": changed["eps"]}
+        losses = []
+        for step in sw.steps(until=6):
+            inputs, targets = batch(step, world.rank)
+            loss = functional.mse_loss(sw.model(inputs), targets)
+            loss.backward()
+            sw.optimizer.step()
+            sw.optimizer.zero_grad()
+            losses.append(loss.item())
+            dist.barrier()
+        held = {
+            (name, key): whole(value)
+            for name, entry in sw.world.found.items()
+            for key, value in {"param": entry.value, **sw.optimizer.state.get(entry.value, {})}.items()
+        }
+        options = [{k: v for k, v in group.items() if k != "params"} for group in sw.optimizer.param_groups]
+        return losses, held, options, [end[1] for end in books.ends]
+
+    moved, stayed = (everywhere(2, lambda world, t=tour: work(world, t)) for tour in ({3: "dp2"}, {}))
+    for (losses, held, options, ends), (expected, kept, as_set, _) in zip(moved, stayed, strict=True):
+        assert ends == ["committed"]
+        assert losses == pytest.approx(expected, rel=0, abs=1e-12)
+        assert options == as_set
+        assert [group["betas"][0] for group in options] == [0.7, 0.71, 0.72]
+        assert any(key == "max_exp_avg_sq" for _, key in held)
+        for key, value in kept.items():
+            torch.testing.assert_close(held[key], value, rtol=0, atol=1e-12)
+
+
 def test_counters_keep_their_form_and_share_no_memory():
     def work(world):
         books = Books()

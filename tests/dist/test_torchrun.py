@@ -3,13 +3,16 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.dist.agents import RunningAgent, agent, gone, until
+from tests.dist.agents import RunningAgent, agent, environment, gone, until
+
+from dynatrain.observe.log import Tail
 
 
 def _two_agents(stack: ExitStack, folder: Path, entry: str, ranks: int) -> list[RunningAgent]:
@@ -43,6 +46,52 @@ def test_a_rank_lost_on_one_node_ends_the_agents_of_both_with_the_cause(tmp_path
         reasons = [event["reason"] for event in first.events("run_failed")]
         assert any(f"rank 2 (process {pids[2]}) was killed by SIGKILL" in reason for reason in reasons)
         assert gone(below)
+
+
+CONFIG = """
+layout = "fsdp2"
+steps = 12
+device = "cpu"
+[model]
+config = "tiny"
+[data]
+paths = ["text"]
+tokenizer = "bytes"
+sequence = 32
+validation = 0.0
+[batch]
+global_sequences = 2
+micro_sequences = 1
+[[switch]]
+step = 6
+layout = "dp2"
+"""
+
+
+def test_a_real_run_over_two_nodes_has_the_losses_of_one_on_one_node(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("\n".join(f"{i} and {i} make {2 * i}" for i in range(2000)))
+    (tmp_path / "run.toml").write_text(CONFIG)
+    words = ["-m", "dynatrain", "train", "run.toml", "--run"]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = ["--master-addr=127.0.0.1", f"--master-port={probe.getsockname()[1]}"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *address]
+    commands = [[*launch, f"--node-rank={node}", *words[:1], "--", *words[1:], "two"] for node in range(2)]
+    commands.append([sys.executable, *words, "one"])
+    settings = {
+        "cwd": tmp_path,
+        "env": environment(),
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+    running = [subprocess.Popen(command, **settings) for command in commands]
+    said = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], said
+    one, two = (Tail(tmp_path / "runs" / name / "metrics.jsonl").new() for name in ("one", "two"))
+    assert [line["step"] for line in two] == list(range(12))
+    assert [line["layout"] for line in two] == ["fsdp2"] * 6 + ["dp2"] * 6
+    assert [line["loss"] for line in two] == [line["loss"] for line in one]
 
 
 @pytest.mark.sweep

@@ -15,6 +15,8 @@ from dynatrain.execute.rounds import RoundRefused, backward
 from dynatrain.execute.transport import GroupTransport, Message, TransportError
 
 JOB = job()
+DEADLINE = 20.0
+"""Seconds that ranks would wait for one that nobody told them of."""
 
 
 class Spoiling:
@@ -116,12 +118,16 @@ def test_a_failing_rank_frees_the_others_and_tight_goes_back_on_a_new_group():
     old, new = (owns(JOB, text) for text in ends)
 
     def work(world):
+        failed = []
+
         def hook(seen, number):
             if (seen, number, world.rank) == ("posted", 1, 3):
+                failed.append(time.monotonic())
                 raise InterruptedError
 
         rank = member(world, ends, "tight", "ahead", hook=hook)
-        found = outcome(world, rank, "ahead")
+        found = outcome(world, rank, "ahead", DEADLINE)
+        freed = time.monotonic()
         rank.executor._hook = lambda _event, _round: None
         back = plans(JOB, new, old, 4, backward(rounds, 1))[world.rank]
         way = rank.executor.way_back(
@@ -131,11 +137,13 @@ def test_a_failing_rank_frees_the_others_and_tight_goes_back_on_a_new_group():
             agree=lambda number: world.vote(f"back/{number}", yes=True),
         )
         way.run(10)
-        return found[0], found[1] < 3, rank.misplaced(old, rank.old)
+        return found[0], rank.misplaced(old, rank.old), failed, freed
 
-    results = run(4, work)
-    assert results[3] == ("InterruptedError", True, [])
-    assert results[:3] == [("TransportError", True, [])] * 3
+    results = run(4, work, 2 * DEADLINE)
+    assert [result[:2] for result in results] == [*[("TransportError", [])] * 3, ("InterruptedError", [])]
+    # One clock for all processes. How long a rank took to come that far is the machine's affair.
+    (failed,) = results[3][2]
+    assert max(result[3] for result in results) - failed < DEADLINE / 2
 
 
 def test_one_flipped_bit_on_the_way_names_the_move():

@@ -2,15 +2,18 @@
 
 import dataclasses
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from tests import stamped
 from tests.doubles import LateTransport
 from tests.stamped import Ballot, Rank, everywhere, granules, job, local, owns, plans, schedule
 
 from dynatrain.execute import exchange, wire
 from dynatrain.execute.exchange import CorruptMove
 from dynatrain.execute.rounds import RoundRefused, backward
-from dynatrain.execute.transport import TransportError
+from dynatrain.execute.transport import Message, TransportError
 from dynatrain.plan.build import rank_plan
 from dynatrain.space.box import volume
 from dynatrain.space.tensor import ITEMSIZE
@@ -93,6 +96,58 @@ def test_a_transport_that_delivers_as_late_as_it_may_changes_nothing(mode, seed)
     ranks, results = switch(old, new, mode, late)
     assert results == [None] * size
     assert [rank.misplaced(new, rank.executor.new) for rank in ranks] == [[]] * size
+
+
+class EarlyExchange(exchange.Exchange):
+    """Puts what arrives where it belongs before it has waited for it."""
+
+    def _land(self, flight, deadline):
+        super()._land(exchange._Flight(_Waited(), flight.receives, []), deadline)
+        flight.pending.wait(deadline)
+
+
+class _Waited:
+    def wait(self, _seconds):
+        pass
+
+
+class EagerExchange(exchange.Exchange):
+    """Takes the staging buffers of a wave for free again as soon as the wave is posted."""
+
+    def _launch(self, wave, *given):
+        flight = super()._launch(wave, *given)
+        self._free += flight.staged
+        return exchange._Flight(flight.pending, flight.receives, [])
+
+
+@pytest.mark.parametrize("wrong", [EarlyExchange, EagerExchange])
+def test_an_exchange_that_does_not_wait_is_found_out_by_the_late_transport(monkeypatch, wrong):
+    old, new = owns(JOB, "fsdp4"), owns(JOB, "fsdp2.tp2")
+
+    def outcome():
+        late = [LateTransport(inner, rank) for rank, inner in enumerate(local(4))]
+        return switch(old, new, "keep", late)[1]
+
+    assert outcome() == [None] * 4
+    monkeypatch.setattr(stamped, "Exchange", wrong)
+    assert any(isinstance(result, CorruptMove) for result in outcome())
+
+
+@pytest.mark.parametrize("wrong", ["freed", "written"])
+def test_a_source_that_is_given_up_under_way_is_found_out_by_the_late_transport(wrong):
+    one, other = (LateTransport(inner, seed) for seed, inner in enumerate(local(2)))
+    source, target = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    sending, arriving = one.post([Message(1, source)], []), other.post([], [Message(0, target)])
+    if wrong == "freed":
+        source.untyped_storage().resize_(0)
+        with pytest.raises(AssertionError):
+            sending.wait(5)
+        return
+    source.zero_()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(sending.wait, 5)
+        arriving.wait(5)
+    assert target.sum() == 0
 
 
 def misplaced_by(ends, spoil_plan=lambda plan: plan, spoil_pieces=lambda _held: None):

@@ -19,7 +19,9 @@ def load(folder, *, threads):
     (folder / "entry.py").write_text(MODULE.format(threads=threads), encoding="utf-8")
     paths = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, "-c", LOAD]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    # Torch would take four; numpy's threads, which start with its import, are the spawner's affair.
+    env = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
 def test_a_process_with_threads_is_not_forked(tmp_path):

@@ -48,6 +48,31 @@ def test_memory_that_is_given_back_between_pieces_that_stay_leaves_the_process_a
     assert in_a_process_of_its_own(given_back_between_pieces_that_stay)
 
 
+def given_back_out_of_the_heap():
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    libc.mallopt(-3, 32 * MIB)
+    parts = [libc.malloc(20 * MIB) for _ in range(4)]
+    libc.malloc(3 * MIB)  # above them, so that the heap does not shrink
+    for part in parts:
+        libc.free(part)
+    pool = Pool()
+    piece = Piece(pool.allocate((64 * MIB,), torch.uint8), ((0, 64 * MIB),))
+    assert parts[0] <= piece.tensor.data_ptr() < parts[-1]
+    touch(piece.tensor)
+    full = resident()
+    pool.give_back(piece)
+    assert full - resident() > 60 * MIB
+
+
+def test_memory_that_came_from_a_hole_in_the_heap_leaves_the_process_at_once_too():
+    assert in_a_process_of_its_own(given_back_out_of_the_heap)
+
+
 def touched_to_the_last_page():
     pool = Pool()
     before = resident()

@@ -2,7 +2,8 @@
 
 The C library keeps freed memory for later, and of torch's aligned requests a freed place can rarely serve another of
 the same size: after a few switches a process would hold its state several times over. Memory that is mapped apart goes
-back to the system as it is freed, so that what is resident is what is counted.
+back to the system as it is freed, so that what is resident is what is counted. The library maps apart only where no
+hole in its heap is large enough; what came from such a hole stays with it, so its pages are discarded beforehand.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ _memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _memory.restype = ctypes.py_object
 _M_MMAP_THRESHOLD = -3
 _USUAL = 32 << 20  # where the C library's own adaptation of the threshold ends
+_MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 _HUGE = 2 << 20
 
@@ -51,6 +53,14 @@ def prefer_huge(storage: torch.UntypedStorage) -> None:
         start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         stop = -(-(storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE) * mmap.PAGESIZE
         _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_HUGEPAGE)
+
+
+def discard(storage: torch.UntypedStorage) -> None:
+    """Give the system the pages under a storage on the host that is freed next; its content is lost."""
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # inwards: what lies beside it stays
+    stop = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if storage.nbytes() >= APART_FROM:
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)
 
 
 def touch(tensor: torch.Tensor) -> None:

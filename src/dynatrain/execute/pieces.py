@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dynatrain.execute.pages import mapped_apart, prefer_huge
+from dynatrain.execute.pages import discard, mapped_apart, prefer_huge
 from dynatrain.plan.plan import Granule
 from dynatrain.space.box import Box, shape_of
 from dynatrain.space.tensor import Catalogue
@@ -112,6 +112,8 @@ class Pool:
         storage = tensor.untyped_storage()
         self.held -= storage.nbytes()
         if storage.resizable():  # else it is freed with its last holder: see Piece.pinned
+            if storage.device.type == "cpu":
+                discard(storage)
             storage.resize_(0)
 
     def restore(self, piece: Piece) -> None:

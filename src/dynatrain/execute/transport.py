@@ -6,7 +6,7 @@ match in the order in which they were posted. Nothing here uses a default proces
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +19,10 @@ _UNUSED_TAG = 77
 """No message travels under this gloo tag, so that a receive posted with it can only run out of time."""
 
 _TICK = timedelta(milliseconds=1)
+
+_GRACE_SECONDS = 0.05
+"""What is under way may take that long to arrive before this rank's connections are closed. Gloo tells nobody of a
+send whose bytes find the connection closed just when the receiver has asked for them: it would wait out its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class GroupTransport:
         self._group = group
         self._index = {rank: index for index, rank in enumerate(ranks)}
         self._batched = group.name() == "nccl"
+        self._arriving: set[dist.Work] = set()
 
     @property
     def size(self) -> int:
@@ -106,7 +111,9 @@ class GroupTransport:
                     works.append((message.peer, start([message.tensor], self._index[message.peer], 0)))
                 except RuntimeError as error:
                     raise TransportError([message.peer], _reason(error)) from error
-        return _Works(works)
+                if len(works) <= len(receives):
+                    self._arriving.add(works[-1][1])
+        return _Works(works, self._arriving)
 
     def close(self) -> None:
         """Tear the group's connections down; see :class:`Transport`. May be called again, and from any thread.
@@ -117,6 +124,8 @@ class GroupTransport:
         if self._batched:
             self._group.abort()
             return
+        _finished(self._arriving)
+        self._arriving.clear()
         for index in range(len(self._index)):
             if index != self._group.rank():
                 # Raises always: "timed out" is the wanted effect, "closed" means that this pair is down already.
@@ -136,8 +145,9 @@ class GroupTransport:
 class _Works:
     """Gloo: one work per message, waited for one by one."""
 
-    def __init__(self, works: list[tuple[int, dist.Work]]) -> None:
+    def __init__(self, works: list[tuple[int, dist.Work]], arriving: set[dist.Work]) -> None:
         self._works = works
+        self._arriving = arriving
 
     def wait(self, timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds
@@ -145,8 +155,11 @@ class _Works:
             try:
                 work.wait(max(_TICK, timedelta(seconds=deadline - time.monotonic())))
             except RuntimeError as error:
-                late = [other for other, rest in self._works[place + 1 :] if not _done(rest)]
-                raise TransportError([peer, *late], _reason(error)) from error
+                rest = self._works[place + 1 :]
+                done = _finished([one for _, one in rest])
+                self._arriving.difference_update(one for _, one in self._works)
+                raise TransportError([peer, *(at for at, one in rest if one not in done)], _reason(error)) from error
+            self._arriving.discard(work)
 
 
 class _Batch:
@@ -169,13 +182,18 @@ class _Batch:
                 raise TransportError(self._peers, _reason(error)) from error
 
 
-def _done(work: dist.Work) -> bool:
-    """Whether a gloo work is complete. Asked only after a failure: where it is not, asking closes the connections."""
-    try:
-        work.wait(_TICK)
-    except RuntimeError:
-        return False
-    return True
+def _finished(works: Iterable[dist.Work]) -> set[dist.Work]:
+    """Those of some gloo works that end well in a moment; with the first that comes to no end, all connections close.
+
+    Asked only after a failure.
+    """
+    deadline = time.monotonic() + _GRACE_SECONDS
+    found = set()
+    for work in works:
+        with suppress(RuntimeError):
+            work.wait(max(_TICK, timedelta(seconds=deadline - time.monotonic())))
+            found.add(work)
+    return found
 
 
 def _reason(error: RuntimeError) -> str:
