@@ -82,14 +82,14 @@ class Director:
         return self.sw._party.memory.held, registered_groups(), gc.isenabled(), gc.get_freeze_count()
 
     def after_step(self, result):
-        if self.sw._attempt is not None:
+        if self.sw._course._attempt is not None:
             time.sleep(BREATH)
         self.steps.append((result.loss, result.grad_norm, shares(self.sw, self.rank)))
         if self.ends:
             self.ended(*self.ends.pop())
         elif self.quiet_steps:
             self.quiet_steps -= 1
-            for attempt in self.sw._abandoned:  # what they made is freed at the step edge after their threads' end
+            for attempt in self.sw._course._abandoned:  # what they made is freed at the step edge after their threads' end
                 attempt.join(10)
             if not self.quiet_steps:
                 self.verdicts[-1].append(self.books())
