@@ -89,7 +89,9 @@ class Director:
             self.ended(*self.ends.pop())
         elif self.quiet_steps:
             self.quiet_steps -= 1
-            for attempt in self.sw._course._abandoned:  # what they made is freed at the step edge after their threads' end
+            for (
+                attempt
+            ) in self.sw._course._abandoned:  # what they made is freed at the step edge after their threads' end
                 attempt.join(10)
             if not self.quiet_steps:
                 self.verdicts[-1].append(self.books())
