@@ -18,6 +18,9 @@ from dynatrain.train.states import Leaf, replace_leaves
 from dynatrain.train.streams import Streams
 from dynatrain.train.world import World
 
+LOAD_SECONDS = 600.0
+"""How far apart ranks may be: a cold disk gives one of them its files later than the others."""
+
 Rename = Callable[[str], str]
 """From the key that a state has in our checkpoints to the one that it has in somebody else's."""
 
@@ -45,10 +48,10 @@ def load(party: Party, world: World, path: Path, topic: str, rename: Rename | No
         found = _Found(party, world, path, rename)
     except Exception as problem:  # noqa: BLE001 - told to all ranks
         objection = objection_of(problem)
-    exchange(party.board, topic, party.rank, payload=None, objection=objection, timeout=party.patience)
+    exchange(party.board, topic, party.rank, payload=None, objection=objection, timeout=LOAD_SECONDS)
     assert found is not None
     found.fill()
-    exchange(party.board, f"{topic}/filled", party.rank, payload=None, timeout=party.patience)
+    exchange(party.board, f"{topic}/filled", party.rank, payload=None, timeout=LOAD_SECONDS)
     return found.step
 
 

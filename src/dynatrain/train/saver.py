@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dynatrain.observe.checkpoints import checkpoint_name, usable
+from dynatrain.observe.checkpoints import checkpoint_name
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.saving import Saves, Saving
@@ -71,10 +71,6 @@ class Saver:
         assert self._under_way is None
         folder = self._saves.root / checkpoint_name(step)
         self._order = order
-        # Equal on all ranks: what is there was complete before, and no save is under way.
-        if usable(folder):
-            self._end(Saved(step=step, outcome="unchanged", message=str(folder), order=order))
-            return
         self._number += 1
         self._under_way = Saving(self._party, self._saves, world, step, folder, self._number)
         self._under_way.start()
@@ -109,8 +105,9 @@ class Saver:
     def _note(self, saving: Saving) -> None:
         assert self._saves is not None
         self._under_way = None
-        outcome = "failed" if saving.problem else "done"
-        message = saving.problem or str(self._saves.root / checkpoint_name(saving.step))
+        problem = saving.problem if saving.done else "its thread does not end"
+        outcome = "failed" if problem else "unchanged" if saving.unchanged else "done"
+        message = problem or str(self._saves.root / checkpoint_name(saving.step))
         self._end(Saved(step=saving.step, outcome=outcome, message=message, order=self._order))
 
     def _end(self, saved: Saved) -> None:

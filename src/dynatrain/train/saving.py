@@ -17,7 +17,7 @@ import dynatrain
 from dynatrain.execute.dcp_folder import METADATA
 from dynatrain.execute.dcp_save import Chunk, write_chunks, write_metadata
 from dynatrain.layout.text import print_layout
-from dynatrain.observe.checkpoints import SCHEMA, File, Manifest, complete, partial_folder, prune
+from dynatrain.observe.checkpoints import SCHEMA, File, Manifest, complete, partial_folder, prune, usable
 from dynatrain.plan.shelves import written_pieces
 from dynatrain.train.agreement import Objection, SwitchAbortedError, exchange, objection_of
 from dynatrain.train.keys import STATE, Place, flat, granule_paths, group_paths, streams_path
@@ -60,6 +60,11 @@ class Saving:
         step: the next step.
         folder: of the checkpoint to come.
         number: of the save, for its questions.
+
+    Attributes:
+        step: that is saved.
+        problem: why it failed; empty where it has not.
+        unchanged: the step was saved already, and nothing was written.
     """
 
     def __init__(self, party: Party, saves: Saves, world: World, step: int, folder: Path, number: int) -> None:
@@ -73,6 +78,7 @@ class Saving:
         self._thread = threading.Thread(target=self._run, name=f"save-{number}", daemon=True)
         self.step = step
         self.problem = ""
+        self.unchanged = False
 
     def start(self) -> None:
         """Begin."""
@@ -107,16 +113,23 @@ class Saving:
 
     def _save(self) -> None:
         partial = partial_folder(self._folder)
-        objection, told = None, None
+        objection, told, there = None, None, False
         try:
             if self._rank == 0:
+                there = usable(self._folder)
                 self._begin_with.require_readable()
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
-        names = self._ask("begin", [group["params"] for group in self._begin_with.groups], objection)
-        groups = _merged(self._begin_with.groups, names)
+        names = [group["params"] for group in self._begin_with.groups]
+        heard = self._ask("begin", [there, names], objection)
+        self.unchanged = heard[0][0]  # by rank 0's word: another may not see the folder yet
+        if self.unchanged:
+            self._snapshot.give_up("there is nothing to save")
+            shutil.rmtree(partial, ignore_errors=True)
+            return
+        groups = _merged(self._begin_with.groups, [names for _, names in heard])
         objection = None
         try:
             objects = self._begin_with.objects(groups)
