@@ -1,14 +1,16 @@
 """dynatrain: train language models whose parallel layout changes while training runs."""
 
+from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
 
+_FACES = {"Switcher": "dynatrain.train.switcher", "Saves": "dynatrain.train.saving"}
+"""What a loop imports from here, and where it lives; imported on first use: the package itself stays free of torch."""
+
 
 def __getattr__(name: str) -> Any:
-    """``dynatrain.Switcher``, imported on first use: the package itself stays free of torch."""
-    if name == "Switcher":
-        from dynatrain.train.switcher import Switcher  # noqa: PLC0415
-
-        return Switcher
+    """``dynatrain.Switcher``, ``dynatrain.Saves``."""
+    if name in _FACES:
+        return getattr(import_module(_FACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
