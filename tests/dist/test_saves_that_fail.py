@@ -97,6 +97,19 @@ def test_a_disk_that_takes_no_more_fails_the_save_by_name_and_training_goes_on(t
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ranks_that_share_no_disk_are_told_so(tmp_path):
+    def work(world):
+        done = []
+        loop = Loop(world, {}, saves=Saves(root=tmp_path / str(world.rank)), on_saved=done.append)
+        loop.sw.save_now()
+        return done[0].outcome, done[0].message
+
+    for outcome, message in everywhere(2, work):
+        assert outcome == "failed"
+        assert "__1_0.distcp cannot be seen from rank 0: all ranks must share the disk" in message
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 def test_a_state_that_could_not_be_read_back_is_refused_by_name(tmp_path):
     class Odd:
         def state_dict(self):

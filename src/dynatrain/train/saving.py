@@ -108,8 +108,7 @@ class Saving:
             self.problem = f"{type(error).__name__}: {error}"
         if self.problem:
             self._snapshot.give_up(self.problem)
-            if self._rank == 0:
-                shutil.rmtree(partial_folder(self._folder), ignore_errors=True)
+            shutil.rmtree(partial_folder(self._folder), ignore_errors=True)
 
     def _save(self) -> None:
         partial = partial_folder(self._folder)
@@ -132,6 +131,7 @@ class Saving:
         groups = _merged(self._begin_with.groups, [names for _, names in heard])
         objection = None
         try:
+            partial.mkdir(parents=True, exist_ok=True)  # there already, if all share the disk, as they must
             objects = self._begin_with.objects(groups)
             told = [write_chunks(partial, self._rank, self._chunks, {flat(place): v for place, v in objects.items()})]
             told += [[file.name, file.size, file.xxh3] for file in _files(partial, f"__{self._rank}_")]
