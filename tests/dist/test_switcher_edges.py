@@ -1,9 +1,11 @@
 """What users meet at the edges of a switch: long steps, late requests, slow digests, ranks that hold nothing yet."""
 
 import json
+import random
 import time
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -309,3 +311,19 @@ def test_what_is_added_after_build_aborts_the_switch_by_name(kind):
     for ((outcome, reason),) in everywhere(2, work):
         assert outcome == "aborted"
         assert "late: added or replaced after build" in reason
+
+
+@pytest.mark.parametrize("careless", [torch.manual_seed, random.seed, np.random.rand])
+def test_a_build_that_touches_the_random_streams_is_refused(careless):
+    def work(world):
+        def build(mesh, layout):
+            careless(3)
+            return build_net(mesh, layout)
+
+        try:
+            switcher(world, build, "dp1", initial=lambda *_: None)
+        except UnknownStateError as error:
+            return str(error)
+        return ""
+
+    assert "build seeds, or draws from" in everywhere(1, work)[0]

@@ -12,6 +12,7 @@ from dynatrain.train.install import check_carried, make_world
 from dynatrain.train.party import Party
 from dynatrain.train.registered import try_out
 from dynatrain.train.states import UnknownStateError, create_optimizer_state, leaves
+from dynatrain.train.streams import Streams
 from dynatrain.train.world import World, is_scheduler
 
 Initial = Callable[[World, Pool], None]
@@ -24,7 +25,13 @@ def first_world(party: Party, layout: Layout, initial: Initial | None) -> World:
     Raises:
         UnplacedTensorError, UnknownStateError, UnknownHookError: what could not be switched, by name.
     """
+    before = Streams.read(party.device)
     world = make_world(party, party.groups, layout, on_meta=initial is not None)
+    if initial is not None and not Streams.read(party.device).same(before):
+        raise UnknownStateError(
+            "build seeds, or draws from, the process-wide random streams: every later layout is built beside training, "
+            "which draws from the same; let initial do it"
+        )
     with mapped_apart():
         if initial is not None:
             initial(world, party.memory)

@@ -32,6 +32,14 @@ class Streams:
         if self.device is not None:
             torch.cuda.set_rng_state(self.device, device)
 
+    def same(self, other: "Streams") -> bool:
+        """Whether both stand at the same places."""
+        mine, theirs = self.state(), other.state()
+        numpy = all(map(_equal, mine["numpy"], theirs["numpy"]))
+        return (
+            mine["python"] == theirs["python"] and numpy and all(_equal(mine[k], theirs[k]) for k in ("host", "device"))
+        )
+
     def state(self) -> dict[str, Any]:
         """The same in plain containers, numbers and tensors."""
         name, words, *rest = self.numpy
@@ -45,3 +53,7 @@ class Streams:
         name, keys, *rest = state["numpy"]
         numpy_state = (name, keys.numpy().astype(np.uint32), *rest)
         return cls((version, tuple(words), gauss), numpy_state, state["host"], state["device"])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)

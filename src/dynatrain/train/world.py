@@ -19,7 +19,8 @@ from dynatrain.train.torch_private import local_tensor
 Build = Callable[[DeviceMesh, Layout], tuple[Any, torch.optim.Optimizer]]
 """``build(mesh, layout) -> (module or list of modules, optimizer)``: the user's own ``parallelize`` and optimizer.
 
-Called under ``torch.device("meta")`` for every layout but the first, so it must make modules and nothing else."""
+Called under ``torch.device("meta")`` for every layout but the first, in a thread beside training: so it must make
+modules and nothing else, and neither seed nor draw from the process-wide random streams then."""
 
 
 @dataclass(slots=True)
