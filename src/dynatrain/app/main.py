@@ -9,6 +9,7 @@ import difflib
 import importlib
 import io
 import json
+import keyword
 import os
 import sys
 import tempfile
@@ -32,7 +33,10 @@ COMMANDS = {
     "layout": "explain a layout, or the difference of two",
     "plan": "what a change of layout moves: bytes, peak memory, floor",
     "bench": "measure a switch on this machine, beside what PyTorch offers for it",
-    "check": "check a run, a switch, a certificate or a plan offline",
+    "check": "check a run, a checkpoint, a switch, a certificate or a plan offline",
+    "export": "write the weights of a checkpoint as a Hugging Face folder",
+    "import": "make a run out of a Hugging Face folder",
+    "generate": "have a run's model continue a text",
 }
 """Every command, with what it does in a line."""
 
@@ -72,7 +76,7 @@ def _run(words: list[str]) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=2) or list(COMMANDS)
         raise MistakeError(f"There is no command {name!r}. Nearest: {', '.join(near)}. See dynatrain --help.")
-    module = importlib.import_module(f"dynatrain.app.commands.{name}")
+    module = importlib.import_module(f"dynatrain.app.commands.{name}{'_' * keyword.iskeyword(name)}")
     return int(module.run(words[1:]))
 
 

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynatrain.app.mistake import MistakeError
-from dynatrain.config.load import load_config
+from dynatrain.config.own import load_own, own_toml
 from dynatrain.config.run import RunConfig, Section
-from dynatrain.config.toml import to_toml
 from dynatrain.observe.atomic import write_atomically
 from dynatrain.observe.checkpoints import Manifest, newest
 from dynatrain.observe.run import RunFolder
+from dynatrain.space.hf_config import ModelError
+from dynatrain.space.presets import resolve_model
 
 FREE = frozenset({"layout", "steps", "device", "world", "switching", "switch", "pipeline", "save", "validation"})
 """Settings that may change when a run goes on: none of them changes what is trained on what."""
@@ -44,7 +45,7 @@ def resume(config: RunConfig, path: Path, *, layout_named: bool) -> Resumed:
         MistakeError: settings that cannot change, no checkpoint that can be used, or fewer steps than were trained.
     """
     run = RunFolder.open(path)
-    config = _as_before(load_config(run.config, []).config, config, run)
+    config = _as_before(load_own(run.path).config, config, run)
     folder, problems = newest(run.checkpoints)
     wrong = "".join(f"\n  - {problem}" for problem in problems)
     if folder is None:
@@ -55,15 +56,28 @@ def resume(config: RunConfig, path: Path, *, layout_named: bool) -> Resumed:
     manifest = Manifest.read(folder)
     if config.steps < manifest.step:
         raise MistakeError(f"Run {run.name} has trained {manifest.step} steps; steps = {config.steps} is fewer.")
-    layout = config.layout if layout_named else manifest.layout
-    note = f"going on from step {manifest.step} ({folder}), saved in {manifest.layout}, in {layout}"
+    # What was imported is in no layout yet.
+    layout = config.layout if layout_named or manifest.weights_only else manifest.layout
+    note = f"going on from step {manifest.step} ({folder}), {_origin(manifest)}, in {layout}"
     skipped = f"; newer ones cannot be used:{wrong}" if problems else ""
     return Resumed(run, config.model_copy(update={"layout": layout}), manifest.step, note + skipped)
 
 
 def reopen(resumed: Resumed) -> None:
     """Write down what the run is asked for now."""
-    write_atomically(resumed.run.config, to_toml(resumed.config))
+    write_atomically(resumed.run.config, own_toml(resumed.config, resumed.run.path))
+
+
+def _origin(manifest: Manifest) -> str:
+    return "weights only" if manifest.weights_only else f"saved in {manifest.layout}"
+
+
+def _same_model(old: RunConfig, new: RunConfig) -> bool:
+    """Whether both describe one model, wherever the description lies: an imported run has a copy of its own."""
+    try:
+        return resolve_model(old.model.config) == resolve_model(new.model.config)
+    except ModelError:
+        return False  # told as the two texts that differ, or by whoever needs the model
 
 
 def _as_before(old: RunConfig, new: RunConfig, run: RunFolder) -> RunConfig:
@@ -72,6 +86,8 @@ def _as_before(old: RunConfig, new: RunConfig, run: RunFolder) -> RunConfig:
     Raises:
         MistakeError: with every setting that is not what it was and has to be.
     """
+    if _same_model(old, new):
+        new = new.model_copy(update={"model": new.model.model_copy(update={"config": old.model.config})})
     problems = []
     for section in RunConfig.model_fields.keys() - FREE:
         before, after = getattr(old, section), getattr(new, section)

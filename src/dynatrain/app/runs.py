@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynatrain.config.load import load_config
+from dynatrain.config.own import load_own
 from dynatrain.config.run import RunConfig
 from dynatrain.judge.certificate import check_certificate
 from dynatrain.observe.log import Tail
@@ -62,7 +62,7 @@ def config_of(run: RunFolder) -> RunConfig:
     Raises:
         ConfigError: its ``config.toml`` was damaged, or is of another version.
     """
-    return load_config(run.config, []).config
+    return load_own(run.path).config
 
 
 def certificates(run: RunFolder) -> tuple[dict[str, Any], ...]:

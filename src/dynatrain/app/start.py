@@ -12,15 +12,18 @@ from dynatrain.app.progress import watch
 from dynatrain.app.resume import Resumed, reopen, resume
 from dynatrain.cluster.launch import run_agent
 from dynatrain.cluster.place import place_from, share
+from dynatrain.config.own import OWN_MODEL, own_toml
 from dynatrain.config.run import RunConfig
-from dynatrain.config.toml import to_toml
-from dynatrain.data.corpus import already_tokenised
+from dynatrain.data.corpus import DataError, already_tokenised
 from dynatrain.data.prepare import Request, open_samples, open_validation, prepare
+from dynatrain.data.tokenizer import copy_tokenizer, load_tokenizer
 from dynatrain.observe.atomic import passing_parents
+from dynatrain.observe.checkpoints import checkpoints
 from dynatrain.observe.run import RunFolder
 from dynatrain.observe.versions import environment, require_tested, versions
+from dynatrain.space.decoder import DecoderShape
 from dynatrain.space.presets import PRESETS
-from dynatrain.space.run_check import CheckedRun, check_run
+from dynatrain.space.run_check import CheckedRun, check_run, tokenizer_of
 
 ENTRY = "dynatrain.train.rank:main"
 """What each rank runs."""
@@ -54,8 +57,8 @@ def start(
     Raises:
         ValueError: the user's mistake, of the kind that found it. Nothing is left behind.
     """
-    config = _anywhere(config)
-    there = _node() == 0 and _begun(RunFolder(path))
+    config = anywhere(config)
+    there = _node() == 0 and begun(RunFolder(path))
     if there and fresh:
         raise MistakeError(
             f"There is a run at {path} already. Give a new name, for example --run {path.name}-2; or let train go on "
@@ -74,7 +77,7 @@ def start(
     if resumed:
         return resumed.run, _go_on(resumed, agent, quiet=quiet)
     with passing_parents(path):
-        run = _make(checked, path)
+        run = make(checked, path)
         with _taken_back(run), watch(run, config.steps, quiet=quiet) as announce:
             return run, agent(run, announce=announce)
 
@@ -96,7 +99,7 @@ def _grace(config: RunConfig) -> float:
     return config.save.grace_seconds if config.save.at_end else 0.0
 
 
-def _anywhere(config: RunConfig) -> RunConfig:
+def anywhere(config: RunConfig) -> RunConfig:
     """The configuration with paths that mean the same in every working directory."""
     model, data = config.model, config.data
     if model.config not in PRESETS and Path(model.config).expanduser().exists():
@@ -115,9 +118,9 @@ def refuse_unnamed(name: str, environment: Mapping[str, str]) -> None:
         raise MistakeError("Several nodes, and no --run NAME: each would name the run by its own clock. Give one name.")
 
 
-def _begun(run: RunFolder) -> bool:
-    """Whether a run is there; one that was killed before its agent began is taken away."""
-    if run.exists and run.agent() is None:
+def begun(run: RunFolder) -> bool:
+    """Whether a run is there; one that was killed before its agent began is taken away, unless it was imported."""
+    if run.exists and run.agent() is None and not checkpoints(run.checkpoints):
         shutil.rmtree(run.path)
     return run.exists
 
@@ -129,10 +132,20 @@ def _node() -> int:
         return 0  # the launch is refused by itself
 
 
-def _make(checked: CheckedRun, path: Path) -> RunFolder:
-    """The folder with everything that ranks need; nothing where the data cannot be used, or somebody interrupts."""
+def make(checked: CheckedRun, path: Path, model: Path | None = None) -> RunFolder:
+    """The folder with everything that ranks need; nothing where the data cannot be used, or somebody interrupts.
+
+    Args:
+        checked: what was asked for.
+        path: of the folder.
+        model: a ``config.json`` that the run is to have a copy of, so that it needs no other folder.
+    """
     config = checked.config
-    run = RunFolder.create(path, config=to_toml(config), environment=environment())
+    tokenizer = tokenizer_for(config, checked.shape)
+    if model is not None:
+        own = config.model.model_copy(update={"config": str(path.absolute() / OWN_MODEL)})
+        config = config.model_copy(update={"model": own})
+    run = RunFolder.create(path, config=own_toml(config, path), environment=environment())
     request = Request(
         paths=config.data.paths,
         text_column=config.data.text_column,
@@ -142,6 +155,10 @@ def _make(checked: CheckedRun, path: Path) -> RunFolder:
         seed=config.seed,
     )
     try:
+        if model is not None:
+            shutil.copyfile(model, run.path / OWN_MODEL)
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, run.path)
         prepare(request, run.path)
         open_samples(run.path, config.data.sequence)
         if config.validation.every:
@@ -150,6 +167,22 @@ def _make(checked: CheckedRun, path: Path) -> RunFolder:
         shutil.rmtree(run.path)
         raise
     return run
+
+
+def tokenizer_for(config: RunConfig, shape: DecoderShape) -> Path | None:
+    """The ``tokenizer.json`` that a new run takes from its model; None where it makes one.
+
+    Raises:
+        DataError: it cannot be used, or has more tokens than the model knows.
+    """
+    if config.data.tokenizer != "model":
+        return None
+    path = tokenizer_of(config)
+    tokens = load_tokenizer(path).get_vocab_size()
+    if tokens > shape.vocab_size:
+        rule = f"{path} has {tokens} tokens; at most the model's vocabulary, {shape.vocab_size}"
+        raise DataError("the tokenizer does not fit the model", (f"{rule}; or --data.tokenizer=bpe, or bytes",))
+    return path
 
 
 @contextmanager

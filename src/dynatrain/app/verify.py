@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ class Checked:
         claims: what it says, in a line; empty where it cannot be read.
         problems: what is wrong.
         record: the certificate as read; empty where there is none.
+        saved: whether it is a checkpoint.
     """
 
     what: str
     claims: str = ""
     problems: tuple[str, ...] = ()
-    record: dict[str, Any]
+    record: dict[str, Any] = field(default_factory=dict)
+    saved: bool = False
 
 
 def read_object(path: Path) -> dict[str, Any]:

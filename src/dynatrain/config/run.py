@@ -42,10 +42,12 @@ class Data(Section):
     tokens; empty for the Python standard library's own sources."""
     text_column: str = "text"
     """Where the text is: a column of .parquet, a key of the objects in .jsonl and of a .tar's .json members."""
-    tokenizer: Literal["bpe", "bytes"] = "bpe"
-    """Byte-level BPE, trained on the documents at the first start, or one token per byte; unused with .bin and .idx."""
+    tokenizer: Literal["bpe", "bytes", "model"] = "bpe"
+    """Byte-level BPE, trained on the documents at the first start; one token per byte; or the tokenizer.json beside the
+    model's config.json. Unused with .bin and .idx."""
     vocab_size: Annotated[int, Field(ge=257)] = 4096
-    """Entries of the BPE vocabulary; unused with bytes, and with .bin and .idx, whose tokens the model must know."""
+    """Entries of the BPE vocabulary; unused with bytes and model, and with .bin
+    and .idx, whose tokens the model must know."""
     sequence: Annotated[int, Field(ge=2)] = 256
     """Tokens of one sequence."""
     validation: BelowOne = 0.05

@@ -16,13 +16,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from dynatrain.config.own import TOKENIZER
 from dynatrain.data.corpus import DataError, already_tokenised, held_out, read_documents, split
 from dynatrain.data.indexed import misfit, open_indexed
 from dynatrain.data.samples import Samples, write_tokens
-from dynatrain.data.tokenizer import byte_tokenizer, encode, load_tokenizer, train_bpe
+from dynatrain.data.tokenizer import byte_tokenizer, encode, end_marker, load_tokenizer, train_bpe
 
 RECORD = "data.json"
-TOKENIZER = "tokenizer.json"
 _TRAIN, _VALIDATION = "tokens_train.npy", "tokens_validation.npy"
 
 
@@ -33,7 +33,8 @@ class Request:
     Attributes:
         paths: as of :func:`dynatrain.data.corpus.read_documents`, or of :func:`dynatrain.data.indexed.open_indexed`.
         text_column: name under which rows and records have their text.
-        tokenizer: ``bpe`` or ``bytes``; unused where the paths are tokens already.
+        tokenizer: ``bpe``, ``bytes``, or ``model`` for one that lies in the folder already; unused where the paths are
+            tokens already.
         vocab_size: entries of the BPE, at most; unused with bytes. Of tokens that are there, the number that they all
             must be below.
         validation: share of documents held out.
@@ -128,14 +129,14 @@ def _from_texts(request: Request, folder: Path) -> Prepared:
     else:
         tokenizer = train_bpe(texts, request.vocab_size) if request.tokenizer == "bpe" else byte_tokenizer()
         _write_whole(path, tokenizer.to_str())
-    vocab_size = tokenizer.get_vocab_size()
+    vocab_size, end = tokenizer.get_vocab_size(), end_marker(path)
     return Prepared(
         request=request,
         vocab_size=vocab_size,
         documents=(len(train), len(held)),
         tokens=(
-            write_tokens(folder / _TRAIN, encode(tokenizer, texts), vocab_size),
-            write_tokens(folder / _VALIDATION, encode(tokenizer, tuple(d.text for d in held)), vocab_size),
+            write_tokens(folder / _TRAIN, encode(tokenizer, texts, end), vocab_size),
+            write_tokens(folder / _VALIDATION, encode(tokenizer, tuple(d.text for d in held), end), vocab_size),
         ),
     )
 

@@ -4,6 +4,8 @@ Training and batch encoding start threads that a fork does not survive; both bel
 :mod:`dynatrain.data.prepare`. Loading a file, and encoding or decoding one text at a time, start none.
 """
 
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,10 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from dynatrain.config.own import TOKENIZER
 from dynatrain.data.corpus import DataError
 
+SETTINGS = "tokenizer_config.json"
+"""What Hugging Face keeps beside it; names the end marker as ``eos_token``."""
+BESIDE = (SETTINGS, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+"""What a folder with a tokenizer may have of it besides."""
 END = "<|endoftext|>"
-"""Follows every document. As a text of a document it has no special meaning."""
+"""Follows every document, where a tokenizer's settings name nothing else. As a text it has no special meaning."""
 SMALLEST_VOCABULARY = 257
 """All bytes and the end marker."""
 _TRAINED_CHARACTERS = 4_000_000
@@ -69,15 +76,43 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception
         raise DataError("the tokenizer cannot be loaded", (f"{path}: {error}",)) from None
-    if tokenizer.token_to_id(END) is None:
-        raise DataError("the tokenizer cannot be used", (f"{path}: has no token {END}, which ends a document",))
+    end = end_marker(path)
+    if tokenizer.token_to_id(end) is None:
+        rule = f"{path}: has no token {end}, which ends a document; {SETTINGS} beside it may name another as eos_token"
+        raise DataError("the tokenizer cannot be used", (rule,))
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[NDArray[np.uint32]]:
+def end_marker(path: Path) -> str:
+    """The text of the token that ends a document: what the settings beside a ``tokenizer.json`` name, else ours.
+
+    Raises:
+        DataError: the settings cannot be read.
+    """
+    settings = path.parent / SETTINGS
+    try:
+        found = json.loads(settings.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return END
+    except (OSError, ValueError) as error:
+        raise DataError("the tokenizer cannot be used", (f"{settings} cannot be read: {error}",)) from None
+    marker = found.get("eos_token") if isinstance(found, dict) else None
+    marker = marker.get("content") if isinstance(marker, dict) else marker
+    return marker if isinstance(marker, str) and marker else END
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy a ``tokenizer.json``, and what belongs to it and lies beside it, into a folder."""
+    shutil.copyfile(source, folder / TOKENIZER)
+    for name in BESIDE:
+        if (source.parent / name).is_file():
+            shutil.copyfile(source.parent / name, folder / name)
+
+
+def encode(tokenizer: Tokenizer, texts: Sequence[str], marker: str = END) -> Iterator[NDArray[np.uint32]]:
     """The tokens of each text, each with the end marker behind it. Starts threads."""
     tokenizer.encode_special_tokens = True  # a text that spells the end marker does not end there
-    end = tokenizer.token_to_id(END)
+    end = tokenizer.token_to_id(marker)
     for start in range(0, len(texts), _BATCH):
         for encoding in tokenizer.encode_batch_fast(list(texts[start : start + _BATCH]), add_special_tokens=False):
             yield np.array([*encoding.ids, end], dtype=np.uint32)

@@ -79,6 +79,12 @@ class DcpFolder:
         """Keys of what is no tensor."""
         return tuple(key for key in self._metadata.state_dict_metadata if key not in self.shapes)
 
+    @property
+    def places(self) -> Mapping[str, tuple[str | int, ...]]:
+        """Where each key stands in the nested state dict that was saved; else the key itself."""
+        said = self._metadata.planner_data or {}
+        return {key: tuple(said.get(key, (key,))) for key in self._metadata.state_dict_metadata}
+
     def stored(self, key: str) -> tuple[Stored, ...]:
         """The boxes of a tensor; their views are made when they are asked for."""
         found = []

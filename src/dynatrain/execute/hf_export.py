@@ -15,7 +15,8 @@ from typing import Any, Self
 import torch
 from tokenizers import Tokenizer
 
-from dynatrain.data.tokenizer import END
+from dynatrain.config.own import TOKENIZER
+from dynatrain.data.tokenizer import END, SETTINGS, copy_tokenizer
 from dynatrain.execute.hf_folder import INDEX, SINGLE, shelf_of
 from dynatrain.execute.shelf import Shelf, Stored
 from dynatrain.execute.tensor_file import WeightsError, allocate, open_to_fill
@@ -27,9 +28,6 @@ from dynatrain.space.hf_names import file_shapes
 WRITTEN_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 """Element types that can be asked for, by the names that a run's config has for them."""
 
-_TOKENIZER = "tokenizer.json"
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
-"""What a folder with a tokenizer may have of it besides."""
 _LARGEST_SHARD = 5 * 10**9
 
 
@@ -64,13 +62,7 @@ class Export:
             WeightsError: the place is taken or cannot be written, the disk is too small, or an option is not legal.
         """
         path = path.absolute()
-        problems = [] if _is_free(path) else [f"{path} is taken; nearest free place: {_free_place(path)}"]
-        if dtype not in WRITTEN_DTYPES:
-            problems.append(f"dtype is {dtype!r}; one of {', '.join(WRITTEN_DTYPES)}")
-        if max_shard_bytes < 1:
-            problems.append(f"max_shard_bytes is {max_shard_bytes}; at least 1")
-        if problems:
-            raise WeightsError("nothing can be exported like this", tuple(problems))
+        require_writable(path, dtype, max_shard_bytes)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".draft", dir=path.parent))
@@ -158,18 +150,30 @@ class Export:
             (self.draft / name).write_text(text, encoding="utf-8")
 
 
+def require_writable(path: Path, dtype: str, max_shard_bytes: int) -> None:
+    """Refuse what :meth:`Export.create` would refuse, before there is anything to export.
+
+    Raises:
+        WeightsError: the place is taken, or an option is not legal.
+    """
+    problems = [] if _is_free(path) else [f"{path} is taken; nearest free place: {_free_place(path)}"]
+    if dtype not in WRITTEN_DTYPES:
+        problems.append(f"dtype is {dtype!r}; one of {', '.join(WRITTEN_DTYPES)}")
+    if max_shard_bytes < 1:
+        problems.append(f"max_shard_bytes is {max_shard_bytes}; at least 1")
+    if problems:
+        raise WeightsError("nothing can be exported like this", tuple(problems))
+
+
 def _tokenizer_words(source: Path, target: Path, longest: int) -> tuple[int | None, dict[str, Any]]:
     """Copy a tokenizer with what lies beside it; gives its end marker, and the settings that it came without."""
-    file = source / _TOKENIZER if source.is_dir() else source
+    file = source / TOKENIZER if source.is_dir() else source
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception
         raise WeightsError("the tokenizer cannot be exported", (f"{file}: {error}",)) from None
-    shutil.copyfile(file, target / _TOKENIZER)
-    for name in _BESIDE:
-        if (file.parent / name).is_file():
-            shutil.copyfile(file.parent / name, target / name)
-    settings = target / "tokenizer_config.json"
+    copy_tokenizer(file, target)
+    settings = target / SETTINGS
     if settings.exists():
         marker = read_json(settings).get("eos_token")
         marker = marker.get("content") if isinstance(marker, dict) else marker

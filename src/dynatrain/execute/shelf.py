@@ -12,7 +12,7 @@ import torch
 
 from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.plan.plan import Fetch, Granule
-from dynatrain.space.box import Box, within
+from dynatrain.space.box import Box, intersect, within
 from dynatrain.space.tensor import Catalogue
 
 
@@ -67,6 +67,20 @@ def write_from(pieces: Pieces, shelf: Shelf, catalogue: Catalogue, fetches: Iter
         for fetch in fetches:
             stored, piece = _ends(pieces, shelf, catalogue, fetch)
             stored.tensor[within(fetch.box, stored.box)] = piece.tensor[within(fetch.box, piece.box)]
+
+
+def copy(source: Shelf, target: Shelf) -> None:
+    """Copy all that ``target`` has room for from ``source``, view to view, where one process sees both.
+
+    Both hold each of their states whole and once (:func:`dynatrain.judge.shelves.judge_shelf`); dtypes are converted.
+    """
+    with torch.no_grad():
+        for key, rooms in target.items():
+            for room in rooms:
+                for stored in source[key]:
+                    common = intersect(room.box, stored.box)
+                    if common is not None:
+                        room.tensor[within(common, room.box)] = stored.tensor[within(common, stored.box)]
 
 
 def _ends(pieces: Pieces, shelf: Shelf, catalogue: Catalogue, fetch: Fetch) -> tuple[Stored, Piece]:

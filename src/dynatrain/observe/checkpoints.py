@@ -22,6 +22,8 @@ SCHEMA = 1
 """Of the manifest and of what a checkpoint holds; every version ever written can be read."""
 
 MANIFEST = "manifest.json"
+WEIGHTS_ONLY = ("param",)
+"""States of a checkpoint that has parameters and nothing else."""
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -74,6 +76,11 @@ class Manifest:
     objects: tuple[str, ...]
     files: tuple[File, ...]
     versions: dict[str, str]
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether nothing but parameters was saved, as by an import: whoever goes on begins with a new optimizer."""
+        return self.states == WEIGHTS_ONLY
 
     def write(self, folder: Path) -> None:
         """Make the folder complete."""
@@ -137,9 +144,15 @@ def checkpoints(root: Path) -> tuple[Path, ...]:
 
 def step_of(folder: Path) -> int:
     """The step of a checkpoint, from its name."""
-    found = _NAME.fullmatch(folder.name)
+    found = named_step(folder)
     assert found is not None
-    return int(found[1])
+    return found
+
+
+def named_step(folder: Path) -> int | None:
+    """The step in the name of a folder; None where it is not the name of a checkpoint."""
+    found = _NAME.fullmatch(folder.name)
+    return int(found[1]) if found else None
 
 
 def newest(root: Path) -> tuple[Path | None, tuple[str, ...]]:

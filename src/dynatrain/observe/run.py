@@ -3,6 +3,7 @@
 ========================================  =====================================================================
 ``config.toml``                           what was asked for, resolved
 ``environment.json``                      versions and machine, as they were at the start
+``config.json``                           the model, where the run was imported
 ``tokenizer.json``                        the tokenizer, once it is trained
 ``metrics.jsonl``, ``events.jsonl``       what happened (:mod:`dynatrain.observe.log`)
 ``agent.json``                            which process drives the run, or how it ended
@@ -98,7 +99,7 @@ class RunFolder:
         """
         run = cls(path.absolute())
         try:
-            run._refuse_taken()
+            run.require_free()
             with passing_parents(run.path):
                 run._make(config, environment)
         except OSError as error:
@@ -293,7 +294,12 @@ class RunFolder:
         mark = self.path / "agent.json"
         return (mark if mark.exists() else self.environment).stat().st_mtime_ns
 
-    def _refuse_taken(self) -> None:
+    def require_free(self) -> None:
+        """Refuse a place that is taken.
+
+        Raises:
+            RunError: a run is there, or something else.
+        """
         if self.exists:
             raise RunError(f"{self.path} already holds a run. Name another folder, or go on with that run.")
         if self.path.is_dir() and (inside := sorted(entry.name for entry in self.path.iterdir())):

@@ -5,8 +5,10 @@ It stands here, above ``layout`` and ``space``, because a configuration knows ne
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 from dynatrain.config.errors import ConfigError
+from dynatrain.config.own import TOKENIZER
 from dynatrain.config.run import RunConfig
 from dynatrain.data.corpus import already_tokenised
 from dynatrain.layout.form import LayoutError
@@ -16,7 +18,7 @@ from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import parse_layout, print_layout, short_layout
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.space.hf_config import ModelError
-from dynatrain.space.presets import resolve_model
+from dynatrain.space.presets import PRESETS, resolve_model
 
 _BYTE_TOKENS = 257
 """One token per byte, and the end of a document."""
@@ -139,15 +141,31 @@ def _validation_problems(config: RunConfig) -> list[str]:
 
 
 def _data_problems(config: RunConfig, shape: DecoderShape) -> list[str]:
-    problems = []
-    tokens = _BYTE_TOKENS if config.data.tokenizer == "bytes" else config.data.vocab_size
-    if tokens > shape.vocab_size and not already_tokenised(config.data.paths):
-        what = "data.tokenizer = 'bytes'" if config.data.tokenizer == "bytes" else "data.vocab_size"
-        problems.append(f"{what} makes {tokens} tokens; at most the model's vocabulary, {shape.vocab_size}")
+    problems = [] if already_tokenised(config.data.paths) else _tokenizer_problems(config, shape)
     if config.data.sequence > shape.max_position_embeddings:
         limit = f"at most the model's longest sequence, {shape.max_position_embeddings}"
         problems.append(f"data.sequence = {config.data.sequence}: {limit}")
     return problems
+
+
+def _tokenizer_problems(config: RunConfig, shape: DecoderShape) -> list[str]:
+    asked, limit = config.data.tokenizer, f"at most the model's vocabulary, {shape.vocab_size}"
+    if asked == "model":
+        preset, path = config.model.config in PRESETS, tokenizer_of(config)
+        seen = f"the preset {config.model.config} has none" if preset else f"there is no {path}"
+        near = "nearest: data.tokenizer = 'bpe', which is trained on the documents, or 'bytes'"
+        return [] if path.is_file() and not preset else [f"data.tokenizer = 'model': {seen}; {near}"]
+    tokens = _BYTE_TOKENS if asked == "bytes" else config.data.vocab_size
+    if tokens <= shape.vocab_size:
+        return []
+    what = "data.tokenizer = 'bytes'" if asked == "bytes" else "data.vocab_size"
+    return [f"{what} makes {tokens} tokens; {limit}"]
+
+
+def tokenizer_of(config: RunConfig) -> Path:
+    """Where the tokenizer of a model lies that is a file or a folder."""
+    model = Path(config.model.config).expanduser()
+    return (model if model.is_dir() else model.parent) / TOKENIZER
 
 
 def _warmup(config: RunConfig) -> int:

@@ -6,7 +6,7 @@ tensor that have its shape are cut exactly like it.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ITEMSIZE = {
     "float64": 8,
@@ -81,3 +81,8 @@ class Tensor:
 
 Catalogue = tuple[Tensor, ...]
 """All tensors of a job, in one agreed order (the order of construction)."""
+
+
+def values_of(catalogue: Catalogue) -> Catalogue:
+    """The same tensors with their values alone; each keeps its numbers."""
+    return tuple(replace(tensor, states=tensor.states[:1]) for tensor in catalogue)

@@ -1,7 +1,8 @@
 """A live world filled from files: the plan says what each rank reads, the judge that it is everything, once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from dynatrain.judge.shelves import judge_reads, judge_shelf
 from dynatrain.observe.checkpoints import MANIFEST, CheckpointError, Manifest, damaged
 from dynatrain.plan.shelves import reads
 from dynatrain.space.box import volume, whole
+from dynatrain.space.tensor import Catalogue, values_of
 from dynatrain.train.agreement import exchange, objection_of
 from dynatrain.train.keys import STATE, flat, granule_path, streams_path
 from dynatrain.train.party import Party
@@ -33,12 +35,13 @@ def load(party: Party, world: World, path: Path, topic: str, rename: Rename | No
     Args:
         party: this rank.
         world: bound; its tensors, optimizer state and registered objects are overwritten in place.
-        path: a checkpoint of ours, or a DCP folder of somebody else's, which has tensors only.
+        path: a checkpoint of ours, or a DCP folder of somebody else's, which has tensors only. Of one whose manifest
+            says that it has weights only, the parameters are taken, and everything else stays as it begins.
         topic: of the questions to the other ranks; never used before.
         rename: for somebody else's folder.
 
     Returns:
-        The step that comes next; 0 for somebody else's folder.
+        The step that comes next; 0 for somebody else's folder, and for weights.
 
     Raises:
         SwitchAbortedError: it cannot be loaded: what is missing, what is left over, what is damaged; on all ranks.
@@ -68,14 +71,17 @@ class _Found:
             if problems := damaged(path, mine):
                 raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}")
         self._account = self._folder.read(flat(STATE)) if flat(STATE) in self._folder.objects else None
-        self._shelf = _shelf(world, self._folder, rename or (lambda key: key))
+        # An optimizer without state saves no more than parameters either; what it saves has an account of the run.
+        weights = self._manifest is not None and self._manifest.weights_only and self._account is None
+        catalogue = values_of(world.catalogue) if weights else world.catalogue
+        self._shelf = _shelf(catalogue, world.forms, self._folder, rename or (lambda key: key))
         self._match_objects()
         assert world.ownership is not None
-        boxes = boxes_of(self._shelf, world.catalogue)
-        self._fetches = reads(world.catalogue, boxes, world.ownership, party.rank)
-        problems = judge_reads(world.catalogue, boxes, world.ownership, party.rank, self._fetches)
+        boxes = boxes_of(self._shelf, catalogue)
+        self._fetches = reads(catalogue, boxes, world.ownership, party.rank)
+        problems = judge_reads(catalogue, boxes, world.ownership, party.rank, self._fetches)
         if party.rank == 0:
-            problems += judge_shelf(world.catalogue, boxes)
+            problems += judge_shelf(catalogue, boxes)
         if problems:
             raise FolderError(f"{path} cannot be loaded", problems)
 
@@ -117,16 +123,16 @@ class _Found:
             raise FolderError(f"{self._folder.path} cannot be loaded", tuple(problems))
 
 
-def _shelf(world: World, folder: DcpFolder, rename: Rename) -> Shelf:
+def _shelf(catalogue: Catalogue, forms: Mapping[str, Any], folder: DcpFolder, rename: Rename) -> Shelf:
     """The folder's tensors under our names.
 
     Raises:
         FolderError: what is missing here or there, and what has another shape or another kind of element, by name.
     """
     found, problems, used = {}, [], set()
-    for tensor in world.catalogue:
+    for tensor in catalogue:
         for number, state in enumerate(tensor.states):
-            ours = flat(granule_path(tensor.name, state.name, first=number == 0, forms=world.forms))
+            ours = flat(granule_path(tensor.name, state.name, first=number == 0, forms=forms))
             key = next((key for key in _spellings(rename(ours)) if key in folder.shapes), "")
             shape = tensor.state_shape(state)
             if not key:

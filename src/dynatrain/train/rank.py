@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dynatrain.cluster.causes import SAVED
 from dynatrain.cluster.context import RankContext
 from dynatrain.cluster.seat import Seat, take_seat
-from dynatrain.config.load import load_config
+from dynatrain.config.own import load_own
 from dynatrain.config.run import RunConfig
 from dynatrain.data.prepare import open_samples, open_validation
 from dynatrain.data.samples import Samples
@@ -45,7 +45,7 @@ def main(context: RankContext) -> None:
     # DTensor and FSDP2 warn at every new module of what they do on purpose here; said once in the docs, not per step.
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     with take_seat(context) as seat:
-        checked = check_run(load_config(context.folder.config, []).config)
+        checked = check_run(load_own(context.folder.path).config)
         device = torch.device(context.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)

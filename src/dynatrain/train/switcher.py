@@ -267,7 +267,7 @@ class Switcher:
 
         Args:
             path: a checkpoint of ours, or a folder of PyTorch's distributed checkpoint (DCP) of somebody else's, from
-                which tensors are taken and the step is 0.
+                which tensors are taken and the step is 0. Where ours says that it has weights only, those are taken.
             rename: from our keys (``model.NAME``, ``optim.state.NAME.exp_avg``) to those of somebody else's folder.
 
         Returns:

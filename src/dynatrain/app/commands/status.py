@@ -1,12 +1,14 @@
 """``dynatrain status [RUN]``."""
 
 import time
+from typing import Any
 
 from dynatrain.app.cli import Run, call
 from dynatrain.app.output import emit, say
 from dynatrain.app.progress import step_text, validation_text
 from dynatrain.app.runs import Progress, certificates, find_run
-from dynatrain.observe.run import AgentMark
+from dynatrain.observe.checkpoints import MANIFEST, CheckpointError, Manifest, newest
+from dynatrain.observe.run import AgentMark, RunFolder
 
 
 def run(words: list[str]) -> int:
@@ -25,6 +27,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
     mark, progress = folder.agent(), Progress.of(folder)
     last = progress.last
     age = round(time.time() - last["time"], 1) if last else None
+    saved = _saved(folder)
     if json:
         emit(
             {
@@ -35,6 +38,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
                 "last": last,
                 "age_seconds": age,
                 "validation": progress.validation[-1] if progress.validation else None,
+                "checkpoint": saved,
                 "switches": len(certificates(folder)),
             }
         )
@@ -44,10 +48,27 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
         say(f"  {step_text(last, progress.steps)}  ({age:,.0f} s ago)")
     if progress.validation:
         say(f"  {validation_text(progress.validation[-1])}")
+    if saved:
+        only = ", weights only" if saved["weights_only"] else ""
+        say(f"  saved at step {saved['step']}{only}  ({saved['age_seconds']:,.0f} s ago)")
     if records := certificates(folder):
         committed = sum(record["outcome"] == "committed" for record in records)
         say(f"  {len(records)} switches, {committed} committed; dynatrain history {folder.name} lists them")
     return 0
+
+
+def _saved(run: RunFolder) -> dict[str, Any] | None:
+    """The newest checkpoint that can be used; None where there is none."""
+    folder, _ = newest(run.checkpoints)
+    if folder is None:
+        return None
+    try:
+        manifest = Manifest.read(folder)
+        written = (folder / MANIFEST).stat().st_mtime
+    except (CheckpointError, OSError):  # its run has removed it meanwhile
+        return None
+    age = round(max(0.0, time.time() - written), 1)
+    return {"step": manifest.step, "path": str(folder), "age_seconds": age, "weights_only": manifest.weights_only}
 
 
 def _state(mark: AgentMark | None) -> str:

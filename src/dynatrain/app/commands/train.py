@@ -2,20 +2,23 @@
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from dynatrain.app.cli import call
-from dynatrain.app.mistake import all_of
-from dynatrain.app.runs import run_path
+from dynatrain.app.cli import call, split
+from dynatrain.app.mistake import MistakeError, all_of
+from dynatrain.app.runs import find_run, run_path
 from dynatrain.app.start import refuse_unnamed, start
 from dynatrain.app.summary import conclude
-from dynatrain.config.load import load_config
+from dynatrain.config.load import Loaded, load_config
+from dynatrain.config.own import load_own
+from dynatrain.observe.checkpoints import checkpoints
 from dynatrain.observe.run import RUNS
 
-Config = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG.toml")]
+Config = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG.toml")]
 Name = Annotated[str, tyro.conf.arg(metavar="NAME")]
 
 _OWN = {"--run": True, "--fresh": False, "--json": False, "--help": False}
@@ -24,16 +27,16 @@ _OWN = {"--run": True, "--fresh": False, "--json": False, "--help": False}
 
 def run(words: list[str]) -> int:
     """The command: its own words go to its function, the settings to the configuration."""
-    own, settings = _split(words)
+    own, settings = split(words, _OWN)
 
-    def train(config: Config, /, *, run: Name = "", fresh: bool = False, json: bool = False) -> int:
+    def train(config: Config = None, /, *, run: Name = "", fresh: bool = False, json: bool = False) -> int:
         """Train as a TOML file says.
 
         Any setting can be changed on the line: --steps=500 --layout fsdp4 --optimizer.lr=1e-3. All that is not set has
         a default; the run's folder holds the whole in config.toml.
 
         A run that is there already goes on from its newest checkpoint, in the layout of that or in --layout=..., on as
-        many ranks as that has.
+        many ranks as that has: dynatrain train --run NAME, without the file, takes its settings from its folder.
 
         On several nodes, on each: torchrun --nproc-per-node=1 ... -m -- dynatrain train CONFIG.toml --run NAME. Without
         the two dashes torchrun takes --run for an option of its own. The run's folder has to be on a shared disk.
@@ -42,13 +45,16 @@ def run(words: list[str]) -> int:
         saved, the same command goes on; 130 Ctrl-C; 143 SIGTERM with nothing saved.
 
         Args:
-            config: the file.
+            config: the file; needed for a new run.
             run: name of the run (a folder under runs/), or the path of its folder; by default file name and time.
             fresh: never go on with a run that is there already.
             json: print one JSON object at the end, and progress on standard error.
         """
-        loaded, _ = all_of(lambda: load_config(config, settings), lambda: refuse_unnamed(run, os.environ))
-        name = run or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if config is None:
+            name, loaded = _as_it_was(run, settings)
+        else:
+            loaded, _ = all_of(lambda: load_config(config, settings), lambda: refuse_unnamed(run, os.environ))
+            name = run or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         named = loaded.origins["layout"] == "flag"
         folder, code = start(loaded.config, run_path(name, RUNS), quiet=json, fresh=fresh, layout_named=named)
         return conclude(folder, code, json=json)
@@ -56,17 +62,24 @@ def run(words: list[str]) -> int:
     return call(train, own)
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """The command's own words, and the settings with their values."""
-    own: list[str] = []
-    settings: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        key, mark, _ = word.partition("=")
-        mine = not word.startswith("--") or key in _OWN
-        (own if mine else settings).append(word)
-        takes_value = _OWN.get(key, True) and not mark and word.startswith("--")
-        if takes_value and rest and not rest[0].startswith("--"):
-            (own if mine else settings).append(rest.pop(0))
-    return own, settings
+def _as_it_was(name: str, settings: list[str]) -> tuple[str, Loaded]:
+    """The path of a run that is there, and its configuration, in which the layout decides on the number of ranks.
+
+    Raises:
+        MistakeError: no run is named, or it has nothing to go on from.
+        RunError: no such run is there.
+        ConfigError: what is wrong with the settings.
+    """
+    if not name:
+        raise MistakeError("A new run needs a CONFIG.toml; dynatrain train --run NAME goes on with one that is there.")
+    run = find_run(name)
+    if not checkpoints(run.checkpoints):
+        raise MistakeError(
+            f"Run {run.name} has no checkpoint that it could go on from. Train it anew from its CONFIG.toml, for "
+            f"example with --run {run.name}-2."
+        )
+    loaded = load_own(run.path, settings)
+    if loaded.origins["world.size"] != "flag":
+        world = loaded.config.world.model_copy(update={"size": None})
+        loaded = replace(loaded, config=loaded.config.model_copy(update={"world": world}))
+    return str(run.path), loaded
