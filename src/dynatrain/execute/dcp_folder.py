@@ -28,6 +28,23 @@ _LOCAL_HEADER = 30
 """Bytes of a zip member's local header before its name; the lengths of name and extra field are its last four."""
 
 
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "BFloat16Storage": torch.bfloat16,
+    "HalfStorage": torch.float16,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+"""Element type by the name under which a pickle has it; torch's own classes warn when they are asked."""
+
+
 class FolderError(ValueError):
     """A folder that cannot be used as a checkpoint.
 
@@ -185,15 +202,12 @@ class _Described(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return lambda dtype, offset, shape, strides, *_: (dtype, offset, shape, strides)
-        if module == "torch" and name.endswith("Storage"):
-            return getattr(torch, name)
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return torch.UntypedStorage
+        if module == "torch" and name in _STORAGES:
+            return partial(_STORAGES.__getitem__, name)
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         raise pickle.UnpicklingError(f"{module}.{name} is not part of a plain tensor")
 
     def persistent_load(self, pid: Any) -> torch.dtype:
-        kind = pid[1]
-        dtype: torch.dtype = kind.dtype
+        dtype: torch.dtype = pid[1]()
         return dtype
