@@ -3,7 +3,9 @@
 import json
 import os
 import resource
+import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from dynatrain.app import main as main_module
 from dynatrain.app.main import COMMANDS, main
 from dynatrain.app.mistake import MistakeError, all_of
 from dynatrain.app.output import seconds, size
+from dynatrain.observe.run import AgentMark
 
 
 @pytest.fixture
@@ -101,10 +104,10 @@ MISTAKES = {
     ),
     "tokens beside text": (["train", "good.toml", "--data.paths=['a.bin','little']"], ["a.bin and a.idx", "all text"]),
     "a name too long": (["train", "good.toml", "--run", "x" * 300], ["File name too long", "for example"]),
-    "a run of too long a name": (["status", "x" * 300], ["No run", "Nearest: old"]),
+    "a run of too long a name": (["status", "x" * 300], ["No run", "Nearest: "]),
     "unwritable run folder": (["train", "good.toml", "--run", "/proc/nosuch/run"], ["/proc/nosuch/run", "cannot be"]),
-    "a run of that name": (["train", "good.toml", "--run", "old"], ["runs/old", "resume", "--run old-2"]),
-    "a run of that name, fresh": (["train", "good.toml", "--run", "old", "--fresh"], ["runs/old", "--run old-2"]),
+    "a run of that name": (["train", "good.toml", "--run", "ended"], ["runs/ended", "go on from", "--run ended-2"]),
+    "a run of that name, fresh": (["train", "good.toml", "--run", "ended", "--fresh"], ["runs/ended", "--run ended-2"]),
     "a dead run": (["switch", "old", "tp2"], ["old is not running"]),
     "switch to an illegal layout": (["switch", "old", "tp3"], ["tp3", "the world has 2", "nearest legal: tp2"]),
     "no time to answer": (["switch", "old", "tp2", "--timeout", "0"], ["--timeout"]),
@@ -116,7 +119,7 @@ MISTAKES = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a few files, and a run that was never started."""
+    """A folder with a few files, a run that was never started, and one that has ended."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "good.toml").write_text("layout = 'dp2'\nsteps = 20\n")
     (folder / "typo.toml").write_text("stps = 3\n")
@@ -132,6 +135,10 @@ def place(tmp_path_factory):
     (run / "config.toml").write_text("layout = 'dp2'\n")
     (run / "environment.json").write_text("{}")
     (run / "logs" / "rank_0.log").write_text("hello\nworld\n")
+    ended = shutil.copytree(run, run.with_name("ended"))
+    mark = AgentMark(pid=1, started=1, boot="", host="", attempt=0, exit=0)
+    (ended / "agent.json").write_text(json.dumps(asdict(mark)))
+    os.utime(ended / "agent.json", (0, 0))  # the other one is the newest
     return folder
 
 

@@ -114,6 +114,8 @@ def choose(asked: Wanted, timeout: float) -> Chosen:
     run, root = asked.run, asked.run.checkpoints
     if asked.step != NEWEST:
         folder, problems = root / checkpoint_name(asked.step), ()
+        if not folder.is_dir():
+            raise MistakeError(f"Run {run.name} has no checkpoint of step {asked.step}. {_there(root)}")
     elif _runs(run):
         _, answer = ask(run, "save", {}, timeout)
         if answer.outcome not in {"done", "unchanged"}:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,13 +47,17 @@ def _inside(path: Path, manifest: Manifest) -> tuple[str, ...]:
     try:
         folder = DcpFolder(path)
         tensors, boxes = _held(folder)
-        return (*judge_shelf(tensors, boxes), *_missing(path, manifest, tensors))
+        wrong = (*judge_shelf(tensors, boxes), *_missing(path, manifest, tensors))
+        if not wrong:
+            for one in chain.from_iterable(map(folder.stored, folder.shapes)):
+                _ = one.tensor  # reads what it looks like, and refuses what is none
     except FolderError as error:
         return error.problems
+    return wrong
 
 
 def _held(folder: "DcpFolder") -> tuple[Catalogue, Boxes]:
-    """The tensors of a folder, each with its states, and the boxes of them that can be read."""
+    """The tensors of a folder, each with its states, and the boxes that the files have of them."""
     kept: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for key, place in folder.places.items():
         if key in folder.shapes:
@@ -63,10 +68,7 @@ def _held(folder: "DcpFolder") -> tuple[Catalogue, Boxes]:
         shape = max((folder.shapes[key] for key in keys.values()), key=len)
         states = []
         for number, (state, key) in enumerate(keys.items()):
-            stored = folder.stored(key)
-            for one in stored:
-                _ = one.tensor  # reads what it looks like, and refuses what is none
-            boxes[index, number] = tuple(one.box for one in stored)
+            boxes[index, number] = tuple(one.box for one in folder.stored(key))
             states.append(State(state, "float32", scalar=folder.shapes[key] == ()))
         tensors.append(Tensor(name, shape, (), (), tuple(states), ""))
     return tuple(tensors), boxes
