@@ -54,9 +54,7 @@ def tensors_of(checkpoint):
     return found
 
 
-def test_an_imported_run_is_trained_and_a_running_run_is_saved_exported_and_made_to_write(
-    tmp_path, monkeypatch, capsys
-):
+def test_an_imported_run_is_trained_and_while_it_runs_exported_and_made_to_write(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("There is enough of it here. " * 50)
     shape = replace(SHAPE, vocab_size=257, dropout=0.0)

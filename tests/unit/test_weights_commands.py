@@ -5,6 +5,7 @@ import pickle
 import shutil
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,8 +17,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from dynatrain.app.chosen import choose, kept, wanted
 from dynatrain.app.imports import import_run
 from dynatrain.app.mistake import MistakeError
+from dynatrain.app.resume import resume
+from dynatrain.app.start import anywhere
 from dynatrain.config.load import load_config
-from dynatrain.data.tokenizer import byte_tokenizer, end_marker, load_tokenizer
+from dynatrain.data.prepare import Request, prepare
+from dynatrain.data.tokenizer import byte_tokenizer
 from dynatrain.observe.checkpoints import MANIFEST, File
 from dynatrain.observe.requests import Answer
 from dynatrain.observe.run import RunFolder
@@ -122,6 +126,7 @@ def place(tmp_path_factory):
     for name, change in HURT.items():
         hurt(folder, name, change)
     hurt(folder, "bare", lambda checkpoint: shutil.rmtree(checkpoint.parent))
+    hurt(folder, "garbled", lambda checkpoint: (checkpoint.parents[1] / "tokenizer.json").write_text("{"))
     hurt(folder, "wordless", lambda checkpoint: (checkpoint.parents[1] / "tokenizer.json").unlink())
     shutil.copytree(folder / "runs" / "one" / "checkpoints" / "step_00000000", folder / "loose" / "step_00000000")
     return folder
@@ -155,6 +160,7 @@ REFUSED = {
     "export of another shape": (["export", "reshaped", "out"], ["norm.weight has shape (32,), the model's is (64,)"]),
     "export of a missing tensor": (["export", "lacking", "out"], ["it has no model.norm.weight"]),
     "export of a checkpoint without its run": (["export", "loose/step_00000000", "out"], ["is no run", "--step"]),
+    "export of words that are none": (["export", "garbled", "new/out"], ["the tokenizer cannot be exported"]),
     "two steps": (["export", "runs/one/checkpoints/step_00000000", "out", "--step", "3"], ["is step 0", "--step is 3"]),
     "import of no folder": (["import", "nosuch", "two"], ["nosuch is no folder", "config.json and model.safetensors"]),
     "import of an unknown architecture": (["import", "odd", "two"], ["MambaForCausalLM", "built are LlamaForCausalLM"]),
@@ -223,10 +229,40 @@ def test_a_run_stands_alone_also_where_it_is_moved(place, said, tmp_path):
 def test_an_end_marker_is_the_one_that_the_tokenizer_s_settings_name(tmp_path):
     made = byte_tokenizer()
     made.add_special_tokens(["</s>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    assert end_marker(tmp_path / "tokenizer.json") == "<|endoftext|>"
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
-    assert load_tokenizer(tmp_path / "tokenizer.json").token_to_id(end_marker(tmp_path / "tokenizer.json")) == 257
+    (tmp_path / "a.txt").write_text("live")
+    for number, (settings, end) in enumerate([("{}", 256), ('{"eos_token": {"content": "</s>"}}', 257)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        made.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(settings)
+        prepare(Request(paths=(str(tmp_path / "a.txt"),), tokenizer="model", validation=0.0), folder)
+        assert np.load(folder / "tokens_train.npy").tolist() == [*b"live", end]
+
+
+def test_an_import_that_the_disk_does_not_take_leaves_nothing(place, said, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dynatrain.train.weights.write_chunks", full)
+    before = set(place.rglob("*"))
+    code, _, err = said("import", "hf", "new/two", *settings(place))
+    assert (code, "No space left on device. Four bytes" in err) == (2, True), err
+    assert set(place.rglob("*")) == before
+
+
+def test_a_run_goes_on_with_its_model_wherever_that_is_described(place, monkeypatch):
+    monkeypatch.chdir(place)
+    path = place / "runs" / "one"
+    asked = [*settings(place, "--data.tokenizer=model"), "--layout=dp1"]
+
+    def go_on(model):
+        return resume(anywhere(load_config(None, [*asked, f"--model.config={model}"]).config), path, layout_named=False)
+
+    found = go_on("hf")
+    assert (found.step, found.config.layout) == (0, "dp1"), "what was imported is in no layout yet"
+    assert found.config.model.config == str(path / "config.json")
+    with pytest.raises(MistakeError, match=r"model\.config was .*one/config\.json.* and is now .*small"):
+        go_on("small")
 
 
 def generated(said, *words, prompt="There is"):

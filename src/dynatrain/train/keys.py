@@ -23,8 +23,8 @@ def flat(path: Place) -> str:
 
 
 def streams_path(rank: int) -> Place:
-    """Where the random streams of a rank stand."""
-    return ("streams", rank)
+    """Where the random streams of a rank stand. No list: PyTorch's own tools take a list without tensors for one value."""
+    return ("streams", str(rank))
 
 
 def granule_paths(world: World) -> Iterator[tuple[Granule, Place]]:
