@@ -17,6 +17,7 @@ from tests.dist.trained import SHAPE, switcher, train
 from tests.shelves import export as laid_out
 from tests.shelves import random_weights
 from tests.unit.test_cli import call
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dynatrain.cluster.causes import SAVED
@@ -91,6 +92,9 @@ def exported(checkpoint, path, dtype="fp32"):
 def test_an_export_has_the_bits_of_a_checkpoint_that_is_cut_both_ways(tmp_path):
     checkpoint = saved(tmp_path / "saved", "fsdp2.tp2", 4)
     right = {key.removeprefix("model."): v for key, v in tensors_of(checkpoint).items() if key.startswith("model.")}
+    dcp_to_torch_save(checkpoint, tmp_path / "whole.pt")
+    plain = torch.load(tmp_path / "whole.pt")
+    assert all(torch.equal(plain["model"][name], value) for name, value in right.items()), "for PyTorch's own tool, too"
     for dtype in ("fp32", "bf16"):
         found = load_file(exported(checkpoint, tmp_path / dtype, dtype) / "model.safetensors")
         assert {name.removeprefix("model.") for name in found} == right.keys()

@@ -253,13 +253,13 @@ def test_an_import_that_the_disk_does_not_take_leaves_nothing(place, said, monke
 def test_a_run_goes_on_with_its_model_wherever_that_is_described(place, monkeypatch):
     monkeypatch.chdir(place)
     path = place / "runs" / "one"
-    asked = [*settings(place, "--data.tokenizer=model"), "--layout=dp1"]
+    asked = settings(place, "--data.tokenizer=model")
 
     def go_on(model):
         return resume(anywhere(load_config(None, [*asked, f"--model.config={model}"]).config), path, layout_named=False)
 
     found = go_on("hf")
-    assert (found.step, found.config.layout) == (0, "dp1"), "what was imported is in no layout yet"
+    assert (found.step, found.config.layout) == (0, "dp2"), "what was imported is in no layout yet"
     assert found.config.model.config == str(path / "config.json")
     with pytest.raises(MistakeError, match=r"model\.config was .*one/config\.json.* and is now .*small"):
         go_on("small")
