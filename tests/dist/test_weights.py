@@ -64,7 +64,7 @@ def test_an_imported_run_is_trained_and_while_it_runs_exported_and_made_to_write
     words = ["--data.paths=['a.txt']", "--data.validation=0.0", "--data.sequence=16", "--steps=1000000"]
     assert call(monkeypatch, capsys, "import", "hf", "it", *words, "--batch.global_sequences=2")[0] == 0
     command = [sys.executable, "-m", "dynatrain", "train", "--run", "it"]
-    run = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL)
+    run = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
     try:
         metrics = Tail(tmp_path / "runs" / "it" / "metrics.jsonl")
         end = time.monotonic() + 60
@@ -76,7 +76,9 @@ def test_an_imported_run_is_trained_and_while_it_runs_exported_and_made_to_write
         assert (code, run.poll()) == (0, None), err
     finally:
         run.send_signal(signal.SIGTERM)
-        assert run.wait(60) == SAVED
+        told, _ = run.communicate(timeout=60)
+    assert run.returncode == SAVED
+    assert "go on with it:  dynatrain train --run it" in told
     assert json.loads(said)["step"] > json.loads(out)["step"] > 0
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "out"))
     assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"]), "it was trained"

@@ -6,6 +6,7 @@ from dynatrain.app.output import emit, say
 from dynatrain.app.progress import validation_text
 from dynatrain.app.runs import Progress, certificates
 from dynatrain.app.switches import switch_table
+from dynatrain.cluster.causes import SAVED
 from dynatrain.observe.run import RunFolder
 
 
@@ -37,6 +38,8 @@ def _lines(run: RunFolder, code: int) -> Iterator[str]:
     name = run.path if run.path.parent.name != "runs" else run.name
     if code == 0:
         yield f"check it:  dynatrain check {name}"
+    elif code == SAVED:
+        yield f"stopped and saved; go on with it:  dynatrain train --run {name}"
     else:
         yield f"ended with code {code}; what the ranks said:  dynatrain logs {name}"
 
