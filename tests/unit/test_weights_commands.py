@@ -35,7 +35,7 @@ def settings(place, *more):
 
 
 def make(place, source, name, *more):
-    return import_run(load_config(None, settings(place, *more)), place / source, place / "runs" / name)
+    return import_run(None, settings(place, *more), place / source, place / "runs" / name)
 
 
 def hurt(place, name, change):
@@ -165,7 +165,10 @@ REFUSED = {
     "import of no folder": (["import", "nosuch", "two"], ["nosuch is no folder", "config.json and model.safetensors"]),
     "import of an unknown architecture": (["import", "odd", "two"], ["MambaForCausalLM", "built are LlamaForCausalLM"]),
     "import over a run": (["import", "hf", "one"], ["already holds a run"]),
-    "import of both wrong": (["import", "nosuch", "one"], ["nosuch is no folder", "already holds a run"]),
+    "import of everything wrong": (
+        ["import", "nosuch", "one", "--layot=x"],
+        ["nosuch is no folder", "already holds a run", "layot (flag) is not a key; nearest: layout"],
+    ),
     "import of another's words": (["import", "small", "two"], ["has 257 tokens", "the model's vocabulary, 100"]),
     "import of words without an end": (["import", "endless", "two"], ["has no token </s>", "eos_token"]),
     "import with more words than fit": (["import", "mute", "two"], ["makes 4096 tokens", "vocabulary, 257"]),

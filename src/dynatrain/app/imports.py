@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dynatrain.app.mistake import MistakeError, all_of
 from dynatrain.app.start import anywhere, make, tokenizer_for
-from dynatrain.config.load import Loaded
+from dynatrain.config.load import Loaded, load_config
 from dynatrain.config.own import OWN_MODEL, TOKENIZER
 from dynatrain.config.run import RunConfig
 from dynatrain.observe.atomic import passing_parents
@@ -31,11 +31,12 @@ class Imported:
     tokenizer: str
 
 
-def import_run(loaded: Loaded, source: Path, path: Path) -> Imported:
+def import_run(toml: Path | None, settings: list[str], source: Path, path: Path) -> Imported:
     """Make a run of a folder's model and weights.
 
     Args:
-        loaded: the other settings.
+        toml: a file of settings; None for none.
+        settings: flags, as of :func:`load_config`.
         source: the folder; it may go once this has returned.
         path: of the run folder.
 
@@ -43,7 +44,7 @@ def import_run(loaded: Loaded, source: Path, path: Path) -> Imported:
         ValueError: the user's mistake, of the kind that found it. Nothing is left behind.
     """
     run = RunFolder(path.absolute())
-    all_of(lambda: _require_folder(source), run.require_free, lambda: _require_open(loaded))
+    loaded, *_ = all_of(lambda: _open_settings(toml, settings), lambda: _require_folder(source), run.require_free)
     shape = DecoderShape.read_config(source)
     config = anywhere(_of_source(loaded, source.absolute()))
     from dynatrain.execute.hf_folder import open_folder  # noqa: PLC0415 - torch, which a mistake need not wait for
@@ -94,8 +95,11 @@ def _require_folder(source: Path) -> None:
         raise MistakeError(f"{source} {seen}; import takes a folder with config.json and model.safetensors or shards.")
 
 
-def _require_open(loaded: Loaded) -> None:
+def _open_settings(toml: Path | None, settings: list[str]) -> Loaded:
+    """The settings, which leave the model open."""
+    loaded = load_config(toml, settings)
     if (origin := loaded.origins["model.config"]) != "default":
         raise MistakeError(
             f"model.config ({origin}) is {loaded.config.model.config!r}; an import has DIR's. Leave it out."
         )
+    return loaded

@@ -23,7 +23,7 @@ def flat(path: Place) -> str:
 
 
 def streams_path(rank: int) -> Place:
-    """Where the random streams of a rank stand; by text, since to PyTorch's tools a list without tensors is one value."""
+    """Where the random streams of a rank stand; by text, as PyTorch takes a list without tensors for one value."""
     return ("streams", str(rank))
 
 

@@ -9,7 +9,6 @@ from dynatrain.app.cli import call, split
 from dynatrain.app.imports import import_run
 from dynatrain.app.output import emit, say
 from dynatrain.app.runs import run_path
-from dynatrain.config.load import load_config
 from dynatrain.config.own import TOKENIZER
 from dynatrain.observe.run import RUNS
 
@@ -38,7 +37,7 @@ def run(words: list[str]) -> int:
             config: a TOML file of settings, as for train.
             json: print one JSON object.
         """
-        made = import_run(load_config(config, settings), source, run_path(run, RUNS))
+        made = import_run(config, settings, source, run_path(run, RUNS))
         if json:
             about = {"run": str(made.run.path), "checkpoint": str(made.checkpoint)}
             emit({**about, "tokenizer": made.tokenizer, "states": ["param"]})
