@@ -11,7 +11,7 @@ import mmap
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -173,21 +173,35 @@ def _view_of(archive: memoryview) -> torch.Tensor:
     return torch.frombuffer(archive, dtype=dtype, count=count, offset=start).as_strided(shape, strides, offset)
 
 
+_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+"""What torch calls storages in pickles; its own classes warn when they are asked."""
+
+
 class _Described(pickle.Unpickler):
     """Reads of a pickled tensor what it looks like: ``(dtype, offset, shape, strides)``; runs nothing."""
 
-    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return lambda dtype, offset, shape, strides, *_: (dtype, offset, shape, strides)
-        if module == "torch" and name.endswith("Storage"):
-            return getattr(torch, name)
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return torch.UntypedStorage
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         raise pickle.UnpicklingError(f"{module}.{name} is not part of a plain tensor")
 
     def persistent_load(self, pid: Any) -> torch.dtype:
-        kind = pid[1]
-        dtype: torch.dtype = kind.dtype
+        dtype: torch.dtype = pid[1]
         return dtype
