@@ -1,6 +1,7 @@
 """A job in several attempts: each on ranks of its own, gone on from what the one before has saved."""
 
 import random
+import time
 from dataclasses import dataclass
 
 from tests.jobs import SHAPE, TOKENS, Asking, Books, Case, distance, everywhere, switcher
@@ -9,6 +10,7 @@ from dynatrain.layout.legality import problems
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.checkpoints import newest
 from dynatrain.train.saving import Saves
+from dynatrain.train.snapshot import Snapshot
 from dynatrain.train.trainer import Trainer
 
 EVERY = 2
@@ -72,7 +74,19 @@ def run_legs(case, legs, visits, root, seconds=120):
     ]
 
 
+def slow_copies():
+    """Have a snapshot take longer than the step beside which it is made: the optimizer must wait for it."""
+    copy = Snapshot._copy
+
+    def slowly(snapshot, key):
+        time.sleep(0.003)
+        return copy(snapshot, key)
+
+    Snapshot._copy = slowly
+
+
 def _attempt(case, number, one, visits, root, world):
+    slow_copies()
     job, data = case.job(), Asking(case.data())
     sw = switcher(job, world, one.layout, recorder=Books(), saves=Saves(root=root, every=EVERY))
     first = sw.load(newest(root)[0]) if number else 0
