@@ -26,7 +26,7 @@ METADATA = ".metadata"
 _LOCAL_HEADER = 30
 """Bytes of a zip member's local header before its name; the lengths of name and extra field are its last four."""
 _ENTRY = struct.Struct("<10xH8xI4xHHH8xI")
-"""An entry of the directory: how it is packed, its size, lengths of name, extra field and comment, its header's place."""
+"""An entry of the directory: how it is packed, size, lengths of name, extra field and comment, the header's place."""
 _END = struct.Struct("<4s6xH4xI2x")
 """The end of an archive: mark, entries of the directory, its place, or that it stands in the 64-bit form."""
 _END64 = struct.Struct("<4s28xQ8xQ")
