@@ -180,8 +180,9 @@ def _members(archive: memoryview) -> Iterator[tuple[str, _Member]]:
 
 def _start(archive: memoryview, member: _Member) -> int:
     """Where a member's data begin."""
-    lengths = archive[member.header + _LOCAL_HEADER - 4 : member.header + _LOCAL_HEADER]
-    return member.header + _LOCAL_HEADER + sum(struct.unpack("<HH", lengths))
+    end = member.header + _LOCAL_HEADER
+    name, extra = struct.unpack("<HH", archive[end - 4 : end])
+    return end + int(name) + int(extra)
 
 
 _DTYPES = {
