@@ -110,3 +110,14 @@ def arriving(old, new, tensors, rank, layers):
             nbytes += 8 * (len(states_of(name)) - scalar) * (math.prod(b - a for a, b in box) - kept)
             nbytes += 4 * (scalar and was is None)
     return nbytes
+
+
+def held(text, tensors, rank, layers):
+    """Bytes that ``rank`` must hold, counted likewise."""
+    nbytes = 0
+    for name, shape in tensors.items():
+        box = address(text, rank, name, shape, layers)
+        if box is not None:
+            scalar = "step" in states_of(name)
+            nbytes += 8 * (len(states_of(name)) - scalar) * math.prod(b - a for a, b in box) + 4 * scalar
+    return nbytes

@@ -155,7 +155,7 @@ def train(case, visits, seconds=280):
     return everywhere(case.size, lambda world: _train(case, visits, world), seconds)
 
 
-def everywhere(size, work, seconds):
+def everywhere(size, work, seconds=60):
     """``work(world)`` on forked ranks that have a default group; what the ranks returned, or the first failure."""
     found = ranks.run(size, lambda world: _inside(world, work), seconds)
     failed = {rank: result for rank, result in enumerate(found) if result is None or isinstance(result, Exception)}

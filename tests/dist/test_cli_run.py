@@ -42,14 +42,14 @@ def place(tmp_path):
 
 def train(place, *words, entry="train"):
     """A run to its end."""
-    return dynatrain("train", *words, cwd=place, before=(MAIN, entry))
+    return dynatrain("train", *words, cwd=place, before=(MAIN, f"cli_toy:{entry}"))
 
 
 @contextmanager
 def training(place, seed=0):
     """A run called ``long`` that would take minutes; ends with the block."""
     (place / "long.toml").write_text(CONFIG.format(steps=20_000, seed=seed))
-    command = [sys.executable, MAIN, "train", "train", "long.toml", "--run", "long"]
+    command = [sys.executable, MAIN, "cli_toy:train", "train", "long.toml", "--run", "long"]
     process = subprocess.Popen(
         command, cwd=place, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -117,7 +117,7 @@ def test_under_json_a_run_ends_with_one_object_and_shows_progress_elsewhere(plac
 
 def test_a_terminal_gets_a_bar(place):
     master, slave = os.openpty()
-    command = [sys.executable, MAIN, "train", "train", "short.toml"]
+    command = [sys.executable, MAIN, "cli_toy:train", "train", "short.toml"]
     with subprocess.Popen(command, cwd=place, env=environment() | {"TERM": "xterm"}, stdout=slave, stderr=slave) as run:
         os.close(slave)
         shown = b""
@@ -177,7 +177,7 @@ def test_two_agents_under_torchrun_share_a_run_and_the_first_speaks_of_it(place)
     for node in (1, 0):
         launch = ["--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
         command = [str(Path(sys.executable).parent / "torchrun"), *launch, f"--master-port={port}", "--"]
-        command += [MAIN, "train", "train", "short.toml", "--run", "two"]
+        command += [MAIN, "cli_toy:train", "train", "short.toml", "--run", "two"]
         agents.append(
             subprocess.Popen(
                 command, cwd=place, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

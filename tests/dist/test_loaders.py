@@ -1,4 +1,4 @@
-"""96 ids, two epochs, workers that persist, switches and an abort on the way, a resume in another world."""
+"""96 ids, two epochs, workers that persist, switches and an abort on the way, a save and a resume in another world."""
 
 import warnings
 from itertools import chain
@@ -11,7 +11,9 @@ from torch.nn import functional
 from dynatrain.data.order import batch_ids
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.text import print_layout
+from dynatrain.observe.checkpoints import newest
 from dynatrain.train.loader import DatasetLoader, StreamLoader
+from dynatrain.train.saving import Saves
 
 IDS, BATCH, SEED = 96, 8, 5
 EPOCH = IDS // BATCH
@@ -34,7 +36,7 @@ def stream():
 class Loop:
     """A foreign loop that reads one dataset and one stream, and remembers what it was given at each step."""
 
-    def __init__(self, world, layout, tour, *, faulty=0):
+    def __init__(self, world, layout, tour, root, *, faulty=0):
         self.rank, self.faulty = world.rank, faulty
         self.data = DatasetLoader(range(IDS), global_batch=BATCH, seed=SEED, num_workers=2)
         self.stream = StreamLoader(stream(), global_batch=BATCH)
@@ -48,6 +50,7 @@ class Loop:
             recorder=self.books,
             hook=self.hook,
             state={"data": self.data, "stream": self.stream},
+            saves=Saves(root=root, every=5),
         )
 
     def hook(self, event, _number, switch):
@@ -64,6 +67,7 @@ class Loop:
             self.sw.optimizer.zero_grad()
             share = at.dp * layout.size("fsdp") + at.fsdp
             self.given.append((step, print_layout(layout), share, ids.tolist(), others.tolist()))
+        self.sw.save_now()
         states = [self.data.state_dict(), self.stream.state_dict()]
         workers = [worker.pid for worker in self.data._loader._iterator._workers]
         return self.given, states, [end[1] for end in self.books.ends], workers
@@ -82,21 +86,20 @@ def whole(ranks, which):
     return found
 
 
-def test_every_id_comes_once_an_epoch_in_one_order_through_switches_an_abort_and_a_resume():
+def test_every_id_comes_once_an_epoch_in_one_order_through_switches_an_abort_and_a_resume(tmp_path):
     plain = stream()
     expected = {
         3: [batch_ids(SEED, step, BATCH, IDS).tolist() for step in range(2 * EPOCH)],
         4: torch.tensor([*plain, *plain]).view(-1, BATCH).tolist(),
     }
-    first = everywhere(4, lambda world: Loop(world, "fsdp4", TOUR, faulty=4).run(SAVED))
+    first = everywhere(4, lambda world: Loop(world, "fsdp4", TOUR, tmp_path, faulty=4).run(SAVED))
     assert [ends for _, _, ends, _ in first] == [["committed", "committed", "committed", "aborted"]] * 4
     assert len({repr(states) for _, states, _, _ in first}) == 1
 
     def resumed(world):
-        loop = Loop(world, "fsdp2", {2: "dp2"})
-        for loader, state in zip((loop.data, loop.stream), first[0][1], strict=True):
-            loader.load_state_dict(state)
-        return loop.run(2 * EPOCH - SAVED)
+        loop = Loop(world, "fsdp2", {SAVED + 2: "dp2"}, tmp_path)
+        assert loop.sw.load(newest(tmp_path)[0]) == SAVED
+        return loop.run(2 * EPOCH)
 
     second = everywhere(2, resumed)
     for which, batches in expected.items():

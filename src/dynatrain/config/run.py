@@ -122,7 +122,7 @@ class Save(Section):
     """Checkpoints, in the run's folder under checkpoints/."""
 
     every: WholeNumber = 0
-    """Steps between two saves, beside training; 0 for none by themselves."""
+    """Steps between two saves, beside training (near a scheduled switch, behind it); 0 for none by themselves."""
     at_end: bool = True
     """Save when the run ends, and when it is stopped by SIGTERM or by dynatrain stop."""
     keep_last: Count = 2

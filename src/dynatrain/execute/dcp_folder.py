@@ -10,11 +10,10 @@ import math
 import mmap
 import pickle
 import struct
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -26,23 +25,14 @@ from dynatrain.space.box import Box
 METADATA = ".metadata"
 _LOCAL_HEADER = 30
 """Bytes of a zip member's local header before its name; the lengths of name and extra field are its last four."""
-
-
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "BFloat16Storage": torch.bfloat16,
-    "HalfStorage": torch.float16,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
-"""Element type by the name under which a pickle has it; torch's own classes warn when they are asked."""
+_ENTRY = struct.Struct("<10xH8xI4xHHH8xI")
+"""An entry of the directory: how it is packed, size, lengths of name, extra field and comment, the header's place."""
+_END = struct.Struct("<4s6xH4xI2x")
+"""The end of an archive: mark, entries of the directory, its place, or that it stands in the 64-bit form."""
+_END64 = struct.Struct("<4s28xQ8xQ")
+_IN_END64 = 0xFFFFFFFF
+_LOCATOR = 20
+"""Bytes between the two ends."""
 
 
 class FolderError(ValueError):
@@ -125,7 +115,7 @@ class DcpFolder:
         shape = tuple(stop - start for start, stop in box)
         try:
             view = _view_of(file[offset : offset + length])
-        except (zipfile.BadZipFile, pickle.UnpicklingError, StopIteration, KeyError, OSError, ValueError) as error:
+        except (pickle.UnpicklingError, struct.error, KeyError, EOFError, ValueError) as error:
             problem = f"{key} at byte {offset} of {name} is no tensor that torch.save wrote: {error}"
             raise FolderError(f"{self.path} is damaged", (problem,)) from error
         if tuple(view.shape) != shape:
@@ -153,61 +143,83 @@ class DcpFolder:
                 yield f"{name} has {file.stat().st_size} bytes of {size}"
 
 
-class _Window(io.RawIOBase):
-    """A stretch of memory as a file."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._memory)}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._memory[self._at : self._at + len(buffer)]
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
 def _view_of(archive: memoryview) -> torch.Tensor:
     """The one tensor of what ``torch.save`` wrote, as a view of its bytes."""
-    members = zipfile.ZipFile(_Window(archive))
-    names = {Path(info.filename).name: info for info in members.infolist()}
-    dtype, offset, shape, strides = _Described(io.BytesIO(members.read(names["data.pkl"]))).load()
-    data = next(info for info in members.infolist() if Path(info.filename).parent.name == "data")
-    if data.compress_type != zipfile.ZIP_STORED:
-        raise ValueError("its data are compressed")
-    lengths = archive[data.header_offset + _LOCAL_HEADER - 4 : data.header_offset + _LOCAL_HEADER]
-    start = data.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", lengths))
-    count = data.file_size // dtype.itemsize
-    if not count or not math.prod(shape):
+    members = dict(_members(archive))
+    described, data = members["data.pkl"], members["data/0"]
+    if described.packed or data.packed:
+        raise ValueError("it is compressed")
+    start = _start(archive, described)
+    dtype, offset, shape, strides = _Described(io.BytesIO(archive[start : start + described.size])).load()
+    if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(archive, dtype=dtype, count=count, offset=start).as_strided(shape, strides, offset)
+    count = 1 + offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    flat = torch.frombuffer(archive, dtype=dtype, count=count, offset=_start(archive, data))
+    return flat.as_strided(shape, strides, offset)
+
+
+class _Member(NamedTuple):
+    """One file of a zip archive: how it is packed (0: not at all), its size if it is not, and its header's place."""
+
+    packed: int
+    size: int
+    header: int
+
+
+def _members(archive: memoryview) -> Iterator[tuple[str, _Member]]:
+    """What a zip archive's directory has, by name inside the one folder that ``torch.save`` makes.
+
+    A checkpoint has thousands of archives with a few members each: ``zipfile`` would take most of the time of a load.
+    """
+    mark, count, at = _END.unpack(archive[-_END.size :])
+    if mark == b"PK\5\6" and at == _IN_END64:
+        mark, count, at = _END64.unpack(archive[-_END64.size - _LOCATOR - _END.size : -_LOCATOR - _END.size])
+    if mark not in (b"PK\5\6", b"PK\6\6"):
+        raise ValueError("it has no end of a zip archive")
+    for _ in range(count):
+        packed, size, *lengths, header = _ENTRY.unpack(archive[at : at + _ENTRY.size])
+        at += _ENTRY.size
+        name = str(archive[at : at + lengths[0]], "utf-8")
+        yield name.partition("/")[2], _Member(packed, size, header)
+        at += sum(lengths)
+
+
+def _start(archive: memoryview, member: _Member) -> int:
+    """Where a member's data begin."""
+    end = member.header + _LOCAL_HEADER
+    name, extra = struct.unpack("<HH", archive[end - 4 : end])
+    return end + int(name) + int(extra)
+
+
+_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+"""What torch calls storages in pickles; its own classes warn when they are asked."""
 
 
 class _Described(pickle.Unpickler):
     """Reads of a pickled tensor what it looks like: ``(dtype, offset, shape, strides)``; runs nothing."""
 
-    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return lambda dtype, offset, shape, strides, *_: (dtype, offset, shape, strides)
-        if module == "torch" and name in _STORAGES:
-            return partial(_STORAGES.__getitem__, name)
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         raise pickle.UnpicklingError(f"{module}.{name} is not part of a plain tensor")
 
     def persistent_load(self, pid: Any) -> torch.dtype:
-        dtype: torch.dtype = pid[1]()
+        dtype: torch.dtype = pid[1]
         return dtype

@@ -37,13 +37,16 @@ def written_pieces(catalogue: Catalogue, owner: Ownership, rank: int) -> dict[Gr
 
 
 def writers(catalogue: Catalogue, owner: Ownership) -> dict[Granule, int]:
-    """Which copy of each granule is written: the one whose ranks have least to write so far; equal on all ranks."""
+    """Which copy of each granule is written: the one whose ranks have least to write so far; equal on all ranks.
+
+    Of scalars and vectors it is the first: dealt out, their few bytes would have every rank open every file to read.
+    """
     loads: dict[tuple[tuple[int, ...], int, int], int] = {}
     found = {}
     for index, tensor in enumerate(catalogue):
         copies, stages = owner.copies(tensor), owner.placements[tensor.name].stages
         for number, state in enumerate(tensor.states):
-            options = range(1 if state.scalar else copies)
+            options = range(1 if state.scalar or len(tensor.shape) < 2 else copies)
             turn = min(options, key=lambda copy: (loads.get((stages, copies, copy), 0), copy))
             key = stages, copies, turn
             loads[key] = loads.get(key, 0) + tensor.nbytes(state) * copies

@@ -65,8 +65,16 @@ class Wishes:
             if text is not None:
                 self._asked.append(self._order_of(json.loads(text), number))
             self._seen = number + 1
-        while waiting := self._asked or self._interval:  # what somebody waits for goes first
+        while waiting := self._asked or self._saves_at(step):  # what somebody waits for goes first
             yield waiting.pop(0)
+
+    def _saves_at(self, step: int) -> list[Order]:
+        """The save that is due by its interval, unless it would hold up a switch whose step was promised.
+
+        One order is under way at a time. Such a save comes behind the switch.
+        """
+        begins = max([step + LEAD_STEPS, *(order.at for order in self._interval)])
+        return [] if any(at - LEAD_STEPS <= begins for at in self._schedule) else self._interval
 
     def answer(self, order: Order, outcome: str, message: str, switch: int | None = None) -> None:
         """Tell whoever asked what became of it."""
