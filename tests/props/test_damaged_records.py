@@ -31,6 +31,7 @@ def written(mode):
         "run_id": "r",
         "switch": 1,
         "generation": 0,
+        "attempt": 0,
         "step": 4,
         "from": record.from_,
         "to": record.to,

@@ -79,6 +79,7 @@ def test_the_record_has_the_fields_of_the_design_under_their_names():
         "peak_bytes",
         "transport",
         "versions",
+        "attempt",
     ]
 
 

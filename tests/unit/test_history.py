@@ -4,7 +4,15 @@ from dynatrain.judge.history import check_history
 
 
 def switch(number, step, old, new, outcome="committed"):
-    return {"run_id": "r", "switch": number, "step": step, "from": old, "to": new, "outcome": outcome}
+    return {
+        "run_id": "r",
+        "switch": number,
+        "step": step,
+        "from": old,
+        "to": new,
+        "outcome": outcome,
+        "attempt": 1,
+    }
 
 
 SOUND = [
@@ -27,9 +35,15 @@ def test_switches_that_follow_each_other_are_sound():
         (2, {"step": 8}, "is at step 8"),
         (2, {"switch": 2}, "follows switch 2"),
         (2, {"run_id": "other"}, "is of run other"),
+        (2, {"attempt": 0}, "is of attempt 0, the one before it of attempt 1"),
     ],
 )
 def test_each_contradiction_between_two_switches_is_named(place, change, said):
     records = [dict(one) for one in SOUND]
     records[place] |= change
     assert said in check_history(records)[0]
+
+
+def test_a_run_that_went_on_begins_where_it_was_saved():
+    again = switch(4, 12, "dp2", "fsdp4") | {"attempt": 2}  # an earlier step, another layout
+    assert check_history([*SOUND, again]) == ()

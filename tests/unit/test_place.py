@@ -67,6 +67,7 @@ def test_ranks_are_told_how_many_share_their_node(tmp_path, nodes, told) -> None
         world_size=4,
         device="cpu",
         liveness_seconds=1.0,
+        grace_seconds=0.0,
         announce=print,
     )
     store = host_store()

@@ -109,7 +109,6 @@ class Certificate:
         run_id: the run.
         switch: number of the switch in the run, from 1.
         generation: of the world after it.
-        attempt: of the run: 0 for its first agent; a run that goes on begins where it was saved.
         step: the last step before it.
         from_: the old layout's text.
         to: the new layout's text.
@@ -128,13 +127,13 @@ class Certificate:
         peak_bytes: predicted and measured.
         transport: what carried the moves (``gloo``, ``nccl``, ...).
         versions: of ``dynatrain``, ``python`` and ``torch`` at least.
+        attempt: of the run: 0 for its first agent; a run that goes on begins where it was saved.
     """
 
     schema: int = SCHEMA
     run_id: str
     switch: int
     generation: int
-    attempt: int = 0
     step: int
     from_: str
     to: str
@@ -153,6 +152,7 @@ class Certificate:
     peak_bytes: PeakBytes
     transport: str
     versions: Mapping[str, str]
+    attempt: int = 0
 
     def to_json(self) -> str:
         """The record as text, keys in the order of the fields, ending in a newline."""
@@ -202,7 +202,6 @@ _CERTIFICATE: Mapping[str, Rule] = {
     "run_id": text,
     "switch": count,
     "generation": count,
-    "attempt": count,
     "step": count,
     "from": text,
     "to": text,
@@ -221,6 +220,7 @@ _CERTIFICATE: Mapping[str, Rule] = {
     "peak_bytes": {"device": {ANY: _PEAK}, "host": {ANY: _PEAK}},
     "transport": text,
     "versions": {ANY: text},
+    "attempt": count,
 }
 
 
