@@ -6,12 +6,17 @@ import sys
 import threading
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Two cores are shared by all ranks of a test. Read by torch when it is imported, here or in a child process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch asks DNS for the names of addresses, the loopback's too; where no server answers, that would take 10 s each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# The same examples every time, and no clock: what a busy machine does to an example says nothing about the code.
+hypothesis.settings.register_profile("here", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("here")
 
 SIGUSR1 = 10
 """A rank that catches it prints its stacks (``dynatrain.cluster.rank``)."""
