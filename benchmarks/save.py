@@ -11,8 +11,8 @@ What is measured, each time on the slowest rank:
 - lost: how much longer the steps took, from the save's begin to its end, than as many of the median step without one.
 - load: from files to filled tensors, everything that either does for that. Cold: after ``fsync`` and
   ``posix_fadvise(DONTNEED)`` on every file; what the disk or the host below keep in their own memory is out of reach.
-- peak: anonymous memory of a rank (sampled; pages of mapped files are not in it) beyond what it had before, when its
-  state was there already: of a load, what it needs beside the pieces; of a save, copies that wait for the disk.
+- peak: anonymous memory of a rank (sampled; pages of mapped files are not in it): of a load, beyond what it had before,
+  when all its pieces were there already; of a save, beyond the peak of steps without one.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from dynatrain.train.trainer import Job, Trainer
 
 RANKS = 4
 START, TARGETS = "fsdp4", ("fsdp2.tp2", "pp2.fsdp2")
-WARM, STEADY = 2, 5
+WARM, STEADY = 2, 3
 DEADLINE = 300.0
 
 
@@ -122,12 +122,17 @@ class Rank:
 
     def _steady(self, sw):
         self.seconds.clear()
-        self._steps(sw, STEADY)
+        with anonymous() as self.usual:
+            self._steps(sw, STEADY)
         self.step_seconds = statistics.median(self.seconds)
 
     def _note(self, saved):
         assert saved.outcome != "failed", saved.message
         self.ended = True
+
+    def _beyond(self, peak, sw):
+        """What a save needs beside what a step does."""
+        return {"peak": max(0, peak[0] - self.usual[0]), "pieces": sw._party.memory.held}
 
     def _until(self, sw, ended, began, first=0):
         """Train until all ranks see the save's end; ``first`` steps were trained since it ``began``."""
@@ -152,7 +157,7 @@ class Rank:
             began = time.perf_counter() - self.seconds[-1]
             numbers = self._until(sw, lambda: self.ended, began, first=1)
         stall = {"stall": sum(begins) + sum(waits), "begin": sum(begins), "wait": sum(waits)}
-        self.tell(("save", "dynatrain", stall | numbers | {"peak": peak[0], "pieces": sw._party.memory.held}))
+        self.tell(("save", "dynatrain", stall | numbers | self._beyond(peak, sw)))
 
     def _dcp(self, sw, folder):
         dist.barrier()
@@ -163,7 +168,7 @@ class Rank:
             numbers = self._until(sw, future.done, began)
         future.result()
         self.tell(
-            ("save", "dcp async_save", {"stall": stall, "begin": stall, "wait": 0.0} | numbers | {"peak": peak[0]})
+            ("save", "dcp async_save", {"stall": stall, "begin": stall, "wait": 0.0} | numbers | self._beyond(peak, sw))
         )
         if self.rank == 0:
             shutil.rmtree(folder)
