@@ -11,11 +11,12 @@ What is measured, each time on the slowest rank:
 - lost: how much longer the steps took, from the save's begin to its end, than as many of the median step without one.
 - load: from files to filled tensors, everything that either does for that. Cold: after ``fsync`` and
   ``posix_fadvise(DONTNEED)`` on every file; what the disk or the host below keep in their own memory is out of reach.
-- peak: anonymous memory of a rank while it loads (sampled; pages of mapped files are not in it), beyond what it had
-  before, when its state was there already.
+- peak: anonymous memory of a rank (sampled; pages of mapped files are not in it): of a load, beyond what it had before,
+  when all its pieces were there already; of a save, beyond the peak of steps without one.
 """
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
@@ -55,7 +56,7 @@ from dynatrain.train.trainer import Job, Trainer
 
 RANKS = 4
 START, TARGETS = "fsdp4", ("fsdp2.tp2", "pp2.fsdp2")
-WARM, STEADY = 2, 5
+WARM, STEADY = 2, 3
 DEADLINE = 300.0
 
 
@@ -121,14 +122,19 @@ class Rank:
 
     def _steady(self, sw):
         self.seconds.clear()
-        self._steps(sw, STEADY)
+        with anonymous() as self.usual:
+            self._steps(sw, STEADY)
         self.step_seconds = statistics.median(self.seconds)
 
     def _note(self, saved):
         assert saved.outcome != "failed", saved.message
         self.ended = True
 
-    def _until(self, sw, ended, began, method, stall, first=0):
+    def _beyond(self, peak, sw):
+        """What a save needs beside what a step does."""
+        return {"peak": max(0, peak[0] - self.usual[0]), "pieces": sw._party.memory.held}
+
+    def _until(self, sw, ended, began, first=0):
         """Train until all ranks see the save's end; ``first`` steps were trained since it ``began``."""
         steps = first
         while True:
@@ -139,28 +145,31 @@ class Rank:
             if flag == RANKS:
                 break
         lost = time.perf_counter() - began - steps * self.step_seconds
-        begin, wait = stall()
-        numbers = {"stall": begin + wait, "begin": begin, "wait": wait, "lost": lost}
-        numbers |= {"steps": steps, "step": self.step_seconds}
-        self.tell(("save", method, numbers))
+        return {"lost": lost, "steps": steps, "step": self.step_seconds}
 
     def _ours(self, sw):
         """Two steps pass from the wish to the begin: they are not counted."""
         self.ended, begins, waits = False, [], []
-        with timed(sw._saver, "begin", begins), timed(sw._saver, "before_a_write", waits):
+        with timed(sw._saver, "begin", begins), timed(sw._saver, "before_a_write", waits), anonymous() as peak:
             sw.save()
             while not begins:
                 self._steps(sw, 1)  # the last of these is the save's first
             began = time.perf_counter() - self.seconds[-1]
-            self._until(sw, lambda: self.ended, began, "dynatrain", lambda: (sum(begins), sum(waits)), first=1)
+            numbers = self._until(sw, lambda: self.ended, began, first=1)
+        stall = {"stall": sum(begins) + sum(waits), "begin": sum(begins), "wait": sum(waits)}
+        self.tell(("save", "dynatrain", stall | numbers | self._beyond(peak, sw)))
 
     def _dcp(self, sw, folder):
         dist.barrier()
-        began = time.perf_counter()
-        future = dcp.async_save(held(sw.world), checkpoint_id=folder, process_group=self.beside)
-        stall = time.perf_counter() - began
-        self._until(sw, future.done, began, "dcp async_save", lambda: (stall, 0.0))
+        with anonymous() as peak:
+            began = time.perf_counter()
+            future = dcp.async_save(held(sw.world), checkpoint_id=folder, process_group=self.beside)
+            stall = time.perf_counter() - began
+            numbers = self._until(sw, future.done, began)
         future.result()
+        self.tell(
+            ("save", "dcp async_save", {"stall": stall, "begin": stall, "wait": 0.0} | numbers | self._beyond(peak, sw))
+        )
         if self.rank == 0:
             shutil.rmtree(folder)
         dist.barrier()
@@ -225,6 +234,7 @@ def timed(thing, name, seconds):
 @contextmanager
 def anonymous():
     """The most anonymous memory of this process beyond what it had; sampled every two milliseconds."""
+    ctypes.CDLL(None).malloc_trim(0)
     over, peak, before = threading.Event(), [0], rss_anonymous()
 
     def look():
