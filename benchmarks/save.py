@@ -7,8 +7,9 @@ Four forked ranks train for real in fsdp4. In turn the job saves itself and is s
 What is measured, each time on the slowest rank:
 
 - stall: seconds in which the training thread does nothing but what the save wants of it. Ours: the begin at the step
-  edge, and what ``optimizer.step`` waits for copies. DCP's: the call of ``async_save``.
-- lost: how much longer the steps took, from the save's begin to its end, than as many of the median step without one.
+  edge, and what ``optimizer.step`` waits for copies. DCP's: the call of ``async_save``. Work: the processor's seconds of
+  the training thread in it; the rest of the stall is waiting, where ranks and their threads are more than cores.
+- lost: how much longer the steps took, from a save's begin to its end, than as many of the median step without one.
 - load: from files to filled tensors, everything that either does for that. Cold: after ``fsync`` and
   ``posix_fadvise(DONTNEED)`` on every file; what the disk or the host below keep in their own memory is out of reach.
 - peak: anonymous memory of a rank (sampled; pages of mapped files are not in it): of a load, beyond what it had before,
@@ -156,19 +157,20 @@ class Rank:
                 self._steps(sw, 1)  # the last of these is the save's first
             began = time.perf_counter() - self.seconds[-1]
             numbers = self._until(sw, lambda: self.ended, began, first=1)
-        stall = {"stall": sum(begins) + sum(waits), "begin": sum(begins), "wait": sum(waits)}
+        (begin, work), wait = begins[0], sum(seconds for seconds, _ in waits)
+        stall = {"stall": begin + wait, "work": work, "wait": wait}
         self.tell(("save", "dynatrain", stall | numbers | self._beyond(peak, sw)))
 
     def _dcp(self, sw, folder):
         dist.barrier()
         with anonymous() as peak:
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.thread_time()
             future = dcp.async_save(held(sw.world), checkpoint_id=folder, process_group=self.beside)
-            stall = time.perf_counter() - began
+            stall, work = time.perf_counter() - began, time.thread_time() - worked
             numbers = self._until(sw, future.done, began)
         future.result()
         self.tell(
-            ("save", "dcp async_save", {"stall": stall, "begin": stall, "wait": 0.0} | numbers | self._beyond(peak, sw))
+            ("save", "dcp async_save", {"stall": stall, "work": work, "wait": 0.0} | numbers | self._beyond(peak, sw))
         )
         if self.rank == 0:
             shutil.rmtree(folder)
@@ -218,13 +220,13 @@ def held(world):
 
 @contextmanager
 def timed(thing, name, seconds):
-    """Append the seconds of each call of ``thing.name``."""
+    """Append the seconds of each call of ``thing.name``: by the clock, and of the processor in this thread."""
     original = getattr(thing, name)
 
     def work(*given):
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.thread_time()
         original(*given)
-        seconds.append(time.perf_counter() - began)
+        seconds.append((time.perf_counter() - began, time.thread_time() - worked))
 
     setattr(thing, name, work)
     yield
