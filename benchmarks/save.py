@@ -7,7 +7,7 @@ Four forked ranks train for real in fsdp4. In turn the job saves itself and is s
 What is measured, each time on the slowest rank:
 
 - stall: seconds in which the training thread does nothing but what the save wants of it. Ours: the begin at the step
-  edge, and what ``optimizer.step`` waits for copies. DCP's: the call of ``async_save``. Work: the seconds that the training
+  edge, and what ``optimizer.step`` waits for. DCP's: the call of ``async_save``. Work: the seconds that the training
   thread had the processor in it; for the rest it waited, where ranks and their threads are more than cores.
 - lost: how much longer the steps took, from a save's begin to its end, than as many of the median step without one.
 - load: from files to filled tensors, everything that either does for that. Cold: after ``fsync`` and
