@@ -29,7 +29,7 @@ class _Faulty(rank._Progress):
 
     def round_at(self, place: str) -> int:
         """The number of the ``first``, ``middle`` or ``last`` round of the switch that is under way."""
-        schedule = self.switchers[0]._attempt._schedule
+        schedule = self.switchers[0]._course._attempt._schedule
         assert len(schedule.rounds) == ROUNDS[schedule.mode], f"{len(schedule.rounds)} rounds in {schedule.mode}"
         return {"first": 0, "middle": len(schedule.rounds) // 2, "last": len(schedule.rounds) - 1}[place]
 
@@ -39,7 +39,7 @@ class _Faulty(rank._Progress):
             if fault["round"] is None or round_ == self.round_at(fault["round"]):
                 self.planted.remove(fault)
                 if fault["signal"] == "flip":
-                    flip(self.switchers[0]._attempt.new, "param", self.rank)
+                    flip(self.switchers[0]._course._attempt.new, "param", self.rank)
                 else:
                     os.kill(os.getpid(), signal.Signals[fault["signal"]])
                     time.sleep(0.1)  # a stop takes a moment to reach all threads, and this one is to be here then
