@@ -28,7 +28,9 @@ def test_the_demo_learns_across_eight_certified_switches_in_less_than_120_s(tmp_
     assert all(one["lost_seconds"] is not None for one in switches)
     checked = dynatrain("check", record["run"], "--json", cwd=tmp_path)
     assert checked.code == 0
-    assert len(checked.record["checked"]) == 8
+    looked_at = [one["what"] for one in checked.record["checked"]]
+    assert looked_at[:8] == [f"{number:03d}" for number in range(1, 9)]
+    assert [Path(what).name for what in looked_at[8:]] == ["step_00000108"], "and the checkpoint of its end"
     run = RunFolder(Path(record["run"]))
     every_sample_once_in_the_order_of_the_seed(run)
     rows = switch_rows(dynatrain("history", str(run.path), cwd=tmp_path).out)
