@@ -4,11 +4,21 @@ import time
 from collections.abc import Mapping
 
 from dynatrain.app.mistake import MistakeError
+from dynatrain.app.output import emit, say
 from dynatrain.observe.requests import Answer, Request, new_id, submit, wait_answer
 from dynatrain.observe.run import RunFolder
 
 CODES = {"done": 0, "unchanged": 0, "refused": 2, "aborted": 3, "failed": 3}
 """Exit code of each outcome. Aborted is 3: the run goes on, but what was asked for did not happen."""
+
+
+def report(run: RunFolder, request: str, answer: Answer, *, json: bool) -> int:
+    """Say what became of a request; gives the exit code."""
+    if json:
+        emit({"run": str(run.path), "id": request, "outcome": answer.outcome, "message": answer.message})
+    else:
+        say(f"{run.name}: {answer.outcome}{f', {answer.message}' if answer.message else ''}")
+    return CODES[answer.outcome]
 
 
 def ask(run: RunFolder, verb: str, arguments: Mapping[str, str], timeout: float) -> tuple[str, Answer]:

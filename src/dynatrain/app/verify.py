@@ -104,11 +104,8 @@ def _derived(path: Path) -> tuple[Checked, PlanRecord | None, Change | None]:
     whole = planned.whole()
     again = planned.record(whole, planned.summary(whole))
     compared = ["plan_hash", "bytes", "floor_bytes", "budget_bytes"]
-    if record.mode == "keep":
-        compared += [
-            "peak_bytes",
-            "rounds",
-        ]  # in tight they depend on an order that is computed once, and judged as such
+    if record.mode == "keep":  # in tight they depend on an order that is computed once, and judged as such
+        compared += ["peak_bytes", "rounds"]
     differing = [
         f"{name} is {getattr(record, name)}, derived anew it is {getattr(again, name)}"
         for name in compared

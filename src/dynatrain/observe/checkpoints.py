@@ -6,7 +6,6 @@ the disk. The manifest has the size and the hash of every file, so that what was
 
 import json
 import mmap
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Self
 
 import xxhash
 
-from dynatrain.observe.atomic import write_atomically
+from dynatrain.observe.atomic import sync_folder, write_atomically
 
 SCHEMA = 1
 """Of the manifest and of what a checkpoint holds; every version ever written can be read."""
@@ -129,11 +128,11 @@ def complete(partial: Path, folder: Path, manifest: Manifest) -> None:
         OSError: the disk does not take it; under its name is then nothing.
     """
     manifest.write(partial)
-    _sync(partial)
+    sync_folder(partial)
     if folder.exists():  # a damaged one: what can be used is not written again
         _remove(folder)
     partial.rename(folder)
-    _sync(folder.parent)
+    sync_folder(folder.parent)
 
 
 def checkpoints(root: Path) -> tuple[Path, ...]:
@@ -227,11 +226,3 @@ def _hash(path: Path) -> str:
             return xxhash.xxh3_64_hexdigest(b"")
         with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
             return xxhash.xxh3_64_hexdigest(pages)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,8 +1,7 @@
 """``dynatrain save [RUN]``."""
 
-from dynatrain.app.ask import CODES, ask
+from dynatrain.app.ask import ask, report
 from dynatrain.app.cli import Run, call
-from dynatrain.app.output import emit, say
 from dynatrain.app.runs import find_run
 
 
@@ -23,8 +22,4 @@ def save(run: Run = "", /, *, timeout: float = 600.0, json: bool = False) -> int
     """
     folder = find_run(run)
     request, answer = ask(folder, "save", {}, timeout)
-    if json:
-        emit({"run": str(folder.path), "id": request, "outcome": answer.outcome, "message": answer.message})
-    else:
-        say(f"{folder.name}: {answer.outcome}{f', {answer.message}' if answer.message else ''}")
-    return CODES[answer.outcome]
+    return report(folder, request, answer, json=json)

@@ -1,8 +1,7 @@
 """``dynatrain stop [RUN]``."""
 
-from dynatrain.app.ask import CODES, ask
+from dynatrain.app.ask import ask, report
 from dynatrain.app.cli import Run, call
-from dynatrain.app.output import emit, say
 from dynatrain.app.runs import find_run
 from dynatrain.observe.requests import Answer
 
@@ -28,8 +27,4 @@ def stop(run: Run = "", /, *, timeout: float = 60.0, json: bool = False) -> int:
         request, answer = "", Answer(outcome="unchanged", message="the run had ended before")
     else:
         request, answer = ask(folder, "stop", {}, timeout)
-    if json:
-        emit({"run": str(folder.path), "id": request, "outcome": answer.outcome, "message": answer.message})
-    else:
-        say(f"{folder.name}: {answer.outcome}{f', {answer.message}' if answer.message else ''}")
-    return CODES[answer.outcome]
+    return report(folder, request, answer, json=json)
