@@ -1,11 +1,15 @@
 """The bench in small: every method runs, is checked, and is told in the words of the design."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cli import dynatrain
+from tests.cli import dynatrain, environment
 from tests.dist.foreign import everywhere
 
 from dynatrain.space.presets import resolve_model
@@ -21,7 +25,12 @@ def bench(cases, repeats=1, slow_repeats=1):
     return run_bench(TINY, cases, ranks=2, repeats=repeats, slow_repeats=slow_repeats, tell=lambda _line: None)
 
 
-def test_every_method_is_measured_and_checked_and_nothing_stays_behind(tmp_path):
+def left(process):
+    """What a bench has in memory; other benches may run on this machine."""
+    return list(TMPFS.glob(f"dynatrain-bench-{process}-*"))
+
+
+def test_every_method_is_measured_and_checked(tmp_path):
     words = ["switch", "--model=tiny", "--ranks=2", "--from=fsdp2", "--to=tp2", "--repeats=2", "--json"]
     ran = dynatrain("bench", *words, cwd=tmp_path, timeout=120)
     assert ran.code == 0, ran.err
@@ -35,7 +44,19 @@ def test_every_method_is_measured_and_checked_and_nothing_stays_behind(tmp_path)
         assert row["bytes"] > 0
         if row["mode"] == "tight":
             assert 0 < row["counted_bytes"] <= row["allowed_bytes"]
-    assert not list(TMPFS.glob("dynatrain-bench-*"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_bench_that_is_stopped_leaves_nothing_in_memory(tmp_path, number, code):
+    command = [sys.executable, "-m", "dynatrain", "bench", "switch", "--model=tiny", "--repeats=50"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert "dynatrain keep" in process.stderr.readline()
+    assert left(process.pid)
+    os.kill(process.pid, number)
+    assert process.wait(timeout=20) == code, process.stderr.read()
+    assert not left(process.pid)
 
 
 def test_what_a_method_cannot_do_is_said():
@@ -45,6 +66,7 @@ def test_what_a_method_cannot_do_is_said():
         possible = row.method != "redistribute"
         assert (row.seconds is not None) == possible == (not row.note)
         assert row.runs == possible
+    assert not left(os.getpid())
 
 
 def test_a_method_that_leaves_other_state_is_no_measurement(monkeypatch):

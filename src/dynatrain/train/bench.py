@@ -111,7 +111,7 @@ def run_bench(
     schedule = [
         (case, METHODS if number < slow_repeats else METHODS[:2]) for number in range(repeats) for case in cases
     ]
-    folder = Path(tempfile.mkdtemp(prefix="dynatrain-bench-", dir=TMPFS))
+    folder = Path(tempfile.mkdtemp(prefix=f"dynatrain-bench-{os.getpid()}-", dir=TMPFS))
     found: list[list[Sample]] = []
     try:
         for together in _everywhere(shape, schedule, ranks, folder / "checkpoint"):
@@ -235,6 +235,7 @@ def _rank(job: _Job, rank: int, ports: "multiprocessing.SimpleQueue[int]", end: 
     """The life of one forked rank."""
     signal_me_when_parent_ends(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent ends its ranks
     faulthandler.enable()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

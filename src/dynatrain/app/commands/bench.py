@@ -1,6 +1,9 @@
 """``dynatrain bench switch``."""
 
+import signal
+import sys
 from dataclasses import asdict
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -24,6 +27,7 @@ To = Annotated[str, tyro.conf.arg(metavar="LAYOUT")]
 
 CASES = (("fsdp4", "fsdp2.tp2"), ("fsdp4", "pp2.fsdp2"), ("dp2.fsdp2", "fsdp4"))
 """What is measured on four ranks where no layouts are named."""
+TERMINATED = 128 + signal.SIGTERM
 
 
 def run(words: list[str]) -> int:
@@ -71,6 +75,8 @@ def bench(
     all_of(*(lambda layout=layout: check(layout, shape.limits(), world_size=ranks) for layout in layouts))
     from dynatrain.train.bench import run_bench  # noqa: PLC0415 - torch, which a mistake need not wait for
 
+    # Its checkpoints lie in memory: whoever ends the bench gets that memory back.
+    signal.signal(signal.SIGTERM, _end)
     out = console(error=True)
     rows = run_bench(
         shape,
@@ -85,6 +91,10 @@ def bench(
     else:
         _table(rows)
     return 0
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    sys.exit(TERMINATED)
 
 
 def _pairs(layouts: tuple[Layout, ...]) -> tuple[tuple[str, str], ...]:
