@@ -22,7 +22,7 @@ from dynatrain.observe.requests import Request, new_id, submit
 from dynatrain.observe.run import RunFolder
 
 MAIN = str(ROOT / "tests" / "dist" / "cli_main.py")
-STEPS, BATCH, SEQUENCE, SEED = 80, 4, 32, 3
+STEPS, BATCH, SEQUENCE, SEED = 60, 4, 32, 3
 CONFIG = f"""
 layout = "fsdp2"
 steps = {STEPS}
@@ -53,7 +53,7 @@ def training(place, name, *words):
     process = subprocess.Popen(
         command,
         cwd=place,
-        env=environment() | {PACE: "0.25"},
+        env=environment() | {PACE: "0.3"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -171,6 +171,7 @@ def test_an_aborted_switch_says_why_and_ends_with_code_3(place):
         assert said.out.startswith("aborted: planted\nswitch 2: tp2 -> fsdp2 aborted")
 
 
+@pytest.mark.sweep
 def test_two_agents_under_torchrun_share_a_run_and_the_first_speaks_of_it(place):
     port = _free_port()
     agents = []

@@ -54,6 +54,7 @@ def test_a_foreign_loop_computes_the_same_whether_its_layout_changes_or_not():
         assert other[1] == pytest.approx(one[1], rel=0, abs=1e-12)
 
 
+@pytest.mark.sweep
 def test_the_recipe_runs_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(SWITCHED)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

@@ -34,6 +34,7 @@ def _until_training(run: RunningAgent) -> dict[int, int]:
     return pids
 
 
+@pytest.mark.sweep
 def test_a_rank_lost_on_one_node_ends_the_agents_of_both_with_the_cause(tmp_path: Path) -> None:
     with ExitStack() as stack:
         first, second = _two_agents(stack, tmp_path / "run", "train", 4)

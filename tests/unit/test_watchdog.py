@@ -18,7 +18,7 @@ def a_rank_that_hangs():
 a_rank_that_hangs()
 '''
 
-@pytest.mark.timeout(8)
+@pytest.mark.timeout(5)
 def test_that_hangs():
     with Path("rank.log").open("w") as log, subprocess.Popen([sys.executable, "-c", CHILD], stderr=log) as child:
         Path("pid").write_text(str(child.pid))
@@ -40,7 +40,7 @@ def test_a_test_that_hangs_prints_its_stacks_and_those_of_its_ranks_before_it_is
     said = done.stdout + done.stderr
     assert done.returncode == 1, said
     _, mark, rest = said.partition(
-        "test_it.py::test_that_hangs hangs; it is ended after 8 s. The stacks of this process:"
+        "test_it.py::test_that_hangs hangs; it is ended after 5 s. The stacks of this process:"
     )
     assert mark, said
     own, mark, below = rest.partition(f"process {(tmp_path / 'pid').read_text()}:")
