@@ -1,8 +1,6 @@
 """A small training job on forked ranks, through the real ``Switcher`` and ``Trainer``; and the oracle's run of it."""
 
-import os
 import random
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +13,7 @@ from tests.doubles import LateTransport
 from tests.shapes import small_shape
 
 from dynatrain.cluster.board import Board
+from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
 from dynatrain.data.order import batch_ids
 from dynatrain.data.samples import Samples
 from dynatrain.execute.transport import GroupTransport
@@ -164,8 +163,7 @@ def everywhere(size, work, seconds=60):
 
 
 def _inside(world, work):
-    with suppress(PermissionError):  # gloo's latency falls several times
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    take_realtime(RANK_PRIORITY)
     store = dist.PrefixStore("default", world.store)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=60))
     return work(world)

@@ -1,9 +1,7 @@
 """Forked ranks for tests of ``Switcher`` in loops that are not ours, and a model that has one of everything."""
 
-import os
 import time
 import warnings
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -17,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dynatrain.cluster.board import Board
+from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
 from dynatrain.train.switcher import Switcher
 
 
@@ -31,8 +30,7 @@ def everywhere(size, work, seconds=60):
 def settle_in():
     """What every forked rank does first."""
     warnings.simplefilter("ignore")  # of the fork and of torch's own
-    with suppress(PermissionError):  # gloo's latency falls several times
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    take_realtime(RANK_PRIORITY)
 
 
 def _inside(world, work):

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import os
 import warnings
 from datetime import timedelta
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dynatrain.cluster.board import Board
+from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
 from dynatrain.models.decoder import canonical_name
 from dynatrain.plan.schedule import STAGING_BYTES
 from dynatrain.space.decoder import DecoderShape
@@ -66,8 +66,7 @@ class DoneError(Exception):
 def sit_down(world):
     """Make this process a rank: default group, quiet, at the priority of ranks."""
     warnings.filterwarnings("ignore")
-    with contextlib.suppress(PermissionError):
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    take_realtime(RANK_PRIORITY)
     store = dist.PrefixStore("default", world.store)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=60))
 

@@ -7,8 +7,10 @@ import signal
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-RANK_PRIORITY = 1
-AGENT_PRIORITY = 2
+BESIDE_PRIORITY = 1
+"""Of a rank's work beside training: it has what the threads that train leave over, before what is not real-time."""
+RANK_PRIORITY = 2
+AGENT_PRIORITY = 3
 """One above the ranks, so that a rank that spins cannot keep its agent from ending it."""
 
 
@@ -33,6 +35,12 @@ def take_realtime(priority: int) -> bool:
     except PermissionError:
         return False
     return True
+
+
+def step_aside() -> None:
+    """Let the threads that train go before this one, which is of a rank; else they would take turns of 0.1 s."""
+    if os.sched_getscheduler(0) == os.SCHED_RR:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(BESIDE_PRIORITY))
 
 
 def leave_realtime() -> None:

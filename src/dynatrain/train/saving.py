@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import dynatrain
+from dynatrain.cluster.kernel import step_aside
 from dynatrain.execute.dcp_folder import METADATA
 from dynatrain.execute.dcp_save import Chunk, write_chunks, write_metadata
 from dynatrain.layout.text import print_layout
@@ -101,6 +102,7 @@ class Saving:
 
     def _run(self) -> None:
         try:
+            step_aside()
             self._save()
         except SwitchAbortedError as abort:
             self.problem = str(abort)

@@ -1,16 +1,21 @@
 """Copies of state on the host, taken beside training and bounded in memory."""
 
+import math
 import threading
+import time
 from collections.abc import Mapping
 
 import torch
+
+from dynatrain.cluster.kernel import step_aside
 
 
 class Snapshot:
     """Copies tensors in a thread, in the order in which they will be taken.
 
     The tensors must not be written before :meth:`wait_copied` has returned: between two optimizer steps nothing writes
-    parameters and moments, so the copies are made beside a forward and backward.
+    parameters and moments, so the copies are made beside a forward and backward. The thread only has what processor
+    time training leaves over; what it has not copied when training must wait, the training thread copies itself.
 
     Args:
         tensors: by key.
@@ -23,8 +28,8 @@ class Snapshot:
         self._changed = threading.Condition()
         self._copies: dict[str, torch.Tensor] = {}
         self._held = 0
+        self._under_way = 0
         self._over = ""
-        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
 
     def start(self) -> None:
@@ -32,8 +37,12 @@ class Snapshot:
         self._thread.start()
 
     def wait_copied(self, seconds: float) -> bool:
-        """Wait until all is copied, or the snapshot was given up, at most that long; whether it is."""
-        return self._ended.wait(seconds)
+        """Return when all is copied, or the snapshot was given up, at most that much later; whether it is."""
+        deadline = time.monotonic() + seconds
+        self._work(deadline)
+        with self._changed:
+            self._changed.wait_for(self._settled, max(0.0, deadline - time.monotonic()))
+            return self._settled()
 
     def take(self, key: str) -> torch.Tensor:
         """The copy of one tensor, once; waits for it.
@@ -58,29 +67,41 @@ class Snapshot:
         self._thread.join()
 
     def _run(self) -> None:
-        try:
-            for key in list(self._tensors):
-                if not self._copy(key):
-                    break
-        except Exception as error:  # noqa: BLE001 - told to whoever takes
-            with self._changed:
-                self._over = f"{type(error).__name__}: {error}"
-                self._changed.notify_all()
-        finally:
-            self._ended.set()
+        step_aside()
+        self._work(math.inf)
 
-    def _copy(self, key: str) -> bool:
-        tensor = self._tensors.pop(key)
+    def _work(self, deadline: float) -> None:
+        """Copy until nothing is left to be copied; one thread or two."""
+        while (found := self._next(deadline)) is not None:
+            try:
+                self._copy(*found)
+            except Exception as error:  # noqa: BLE001 - told to whoever takes
+                self._over = f"{type(error).__name__}: {error}"
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def _next(self, deadline: float) -> tuple[str, torch.Tensor] | None:
+        """The next tensor to copy, which is counted now, in their order: so no copy can wait for a later one's room."""
+        wait = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
         with self._changed:
-            self._changed.wait_for(lambda: self._over or self._fits(tensor.nbytes))
-            if self._over:
-                return False
-            self._held += tensor.nbytes
+            self._changed.wait_for(lambda: self._over or not self._tensors or self._fits(), wait)
+            if self._over or not self._tensors or not self._fits():
+                return None
+            key = next(iter(self._tensors))
+            self._held += self._tensors[key].nbytes
+            self._under_way += 1
+            return key, self._tensors.pop(key)
+
+    def _copy(self, key: str, tensor: torch.Tensor) -> None:
         copy = tensor.detach().to("cpu", copy=True)
         with self._changed:
             self._copies[key] = copy
-            self._changed.notify_all()
-        return True
 
-    def _fits(self, nbytes: int) -> bool:
+    def _settled(self) -> bool:
+        return bool(self._over) or not (self._tensors or self._under_way)
+
+    def _fits(self) -> bool:
+        """Whether the next copy has room."""
+        nbytes = next(iter(self._tensors.values())).nbytes
         return not self._budget or not self._held or self._held + nbytes <= self._budget
