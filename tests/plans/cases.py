@@ -17,11 +17,13 @@ STATES = (
 ROWS = (("tp", 0), ("fsdp", 0))
 COLUMNS = (("tp", 1), ("fsdp", 0))
 COPIED = (("fsdp", 0),)
+OUT = (("ep", 0), ("etp", 1), ("efsdp", 0))
+IN = (("ep", 0), ("etp", 2), ("efsdp", 0))
 LAYERS = 4
 
 
 def small(
-    *, width: int = 6, inner: int = 10, vocabulary: int = 11, tied: bool = False, layers: int = LAYERS
+    *, width: int = 6, inner: int = 10, vocabulary: int = 11, tied: bool = False, layers: int = LAYERS, experts: int = 0
 ) -> Catalogue:
     """A catalogue in the form of a decoder's, with sizes that need not divide by anything."""
     anchors = (FIRST, LAST) if tied else (FIRST,)
@@ -33,35 +35,57 @@ def small(
             Tensor(f"{unit}.down", (width, inner), COLUMNS, (layer,), STATES, unit),
             Tensor(f"{unit}.norm", (width,), COPIED, (layer,), STATES, unit),
         ]
+        if experts:
+            tensors += [
+                Tensor(f"{unit}.experts.up", (experts, inner, width), OUT, (layer,), STATES, unit),
+                Tensor(f"{unit}.experts.down", (experts, width, inner), IN, (layer,), STATES, unit),
+            ]
     tensors.append(Tensor("norm", (width,), COPIED, (LAST,), STATES[:2], "head"))
     if not tied:
         tensors.append(Tensor("head", (vocabulary, width), ROWS, (LAST,), STATES, "head"))
     return tuple(tensors)
 
 
-def layout(order: tuple[int, ...] = (), stages: tuple[int, ...] = (), **sizes: int) -> Layout:
+def layout(
+    order: tuple[int, ...] = (), stages: tuple[int, ...] = (), chunks: int = 1, ep: int = 1, etp: int = 1, **sizes: int
+) -> Layout:
     """A layout from sizes, outermost first."""
-    return Layout(axes=tuple((axis, size) for axis, size in sizes.items() if size > 1), order=order, stages=stages)
+    axes = tuple((axis, size) for axis, size in sizes.items() if size > 1)
+    return Layout(axes=axes, order=order, stages=stages, chunks=chunks, ep=ep, etp=etp)
 
 
 @st.composite
 def catalogues(draw: st.DrawFn) -> Catalogue:
     size = st.integers(1, 13)
-    return small(width=draw(size), inner=draw(size), vocabulary=draw(size), tied=draw(st.booleans()))
+    width, inner, vocabulary = draw(size), draw(size), draw(size)
+    return small(
+        width=width,
+        inner=inner,
+        vocabulary=vocabulary,
+        tied=draw(st.booleans()),
+        experts=draw(st.sampled_from((0, 1, 3, 4))),
+    )
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Any axes in any rank order, worlds of 1 to 8, sometimes uneven stages, sometimes permuted ranks."""
+    """Any axes in any rank order, worlds of 1 to 8, sometimes uneven stages, sometimes permuted ranks.
+
+    Nothing need divide anything but the ranks: more than a model allows.
+    """
     sizes: dict[str, int] = {}
     for axis in draw(st.permutations(AXES)):
         room = 8 // math.prod(sizes.values())
         sizes[axis] = draw(st.integers(1, min(room, LAYERS) if axis == "pp" else room))
     stages: tuple[int, ...] = ()
+    chunks = 2 if sizes["pp"] == 2 and draw(st.booleans()) else 1
     if sizes["pp"] > 1 and draw(st.booleans()):
-        inner = sorted(draw(st.sets(st.integers(1, LAYERS - 1), min_size=sizes["pp"] - 1, max_size=sizes["pp"] - 1)))
-        edges = [0, *inner, LAYERS]
+        cuts = sizes["pp"] * chunks - 1
+        edges = [0, *sorted(draw(st.sets(st.integers(1, LAYERS - 1), min_size=cuts, max_size=cuts))), LAYERS]
         stages = tuple(b - a for a, b in itertools.pairwise(edges))
     world = math.prod(sizes.values())
+    ranks = sizes["fsdp"] * sizes["cp"] * sizes["tp"]
+    ep = draw(st.sampled_from([n for n in range(1, ranks + 1) if ranks % n == 0]))
+    etp = draw(st.sampled_from([n for n in range(1, ranks // ep + 1) if ranks // ep % n == 0]))
     order = tuple(draw(st.permutations(range(world)))) if draw(st.booleans()) else ()
-    return layout(order, stages, **sizes)
+    return layout(order, stages, chunks, ep, etp, **sizes)

@@ -90,7 +90,21 @@ def places(value, at=()):
 JUNK = st.one_of(
     st.sampled_from([None, True, False, 0, 1, -1, 7, 2.5, 2**31, 2**62, 10**30, 1e300, "", "x", "zzz", "keep", "auto"]),
     st.sampled_from(["0" * 16, "tp2", "dp4", "float32", "fsdp", "pp", "last", "\ud800", "\n", "٣", [], {}, [[]]]),
-    st.sampled_from([["tp", 0], ["fsdp", 1], [0, 1], ["committed"], {"0": 1}, {"\ud800": 0}, [0], [1, 0], [0, 0]]),
+    st.sampled_from(
+        [
+            ["tp", 0],
+            ["fsdp", 1],
+            ["efsdp", 0],
+            ["tp3", 0],
+            [0, 1],
+            ["committed"],
+            {"0": 1},
+            {"\ud800": 0},
+            [0],
+            [1, 0],
+            [0, 0],
+        ]
+    ),
 )
 
 
@@ -167,6 +181,9 @@ DAMAGE = {
     "a promise without end": (1, ["peak_bytes", "host", "1", "predicted"], 10**12, "tight promises max(old, new) +"),
     "an axis": (0, ["tensors", 1, "old", "cuts"], [["xp", 0]], "tensors[1].old.cuts[0]"),
     "pp cuts nothing": (0, ["tensors", 1, "old", "cuts"], [["pp", 0]], "tensors[1].old.cuts[0]"),
+    "an axis of nothing": (0, ["tensors", 1, "old", "cuts"], [["tp0", 0]], "tensors[1].old.cuts[0]"),
+    "ranks cut twice": (0, ["tensors", 1, "new", "cuts"], [["efsdp", 0], ["tp", 0]], "cut over ranks that they share"),
+    "an axis twice": (0, ["tensors", 1, "new", "cuts"], [["tp2", 0], ["tp", 0]], "each axis cuts once"),
     "dim 7": (0, ["tensors", 1, "new", "cuts"], [["tp", 7]], "tp cuts dim 7"),
     "a dtype": (0, ["tensors", 0, "tensor", "states", 0, "dtype"], "float3", "states[0].dtype is 'float3'"),
     "no tensors": (0, ["tensors"], [], "has no tensors"),

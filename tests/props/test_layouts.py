@@ -12,25 +12,39 @@ from dynatrain.layout.text import parse_layout, print_layout
 
 
 @st.composite
-def layouts(draw, largest=4):
+def layouts(draw, largest=4, most=4):
     """Well-formed layouts in their one value per meaning: any axis order, options where their axis is."""
-    names = draw(st.permutations(AXES).map(lambda p: p[: draw(st.integers(0, 4))]))
+    names = draw(st.permutations(AXES).map(lambda p: p[: draw(st.integers(0, most))]))
     axes = tuple((name, draw(st.integers(2, largest))) for name in names)
     plain = Layout(axes=axes)
     order = tuple(draw(st.permutations(range(plain.world_size)))) if draw(st.booleans()) else ()
-    stages = st.lists(st.integers(1, 5), min_size=plain.size("pp"), max_size=plain.size("pp")).map(tuple)
+    chunks = draw(st.sampled_from([1, 1, 2, 3])) if "pp" in names else 1
+    schedule = draw(st.sampled_from(["", "", "zb", "zbv"] if chunks == 2 else ["", "", "zb"])) if "pp" in names else ""
+    count = plain.size("pp") * chunks
+    stages = st.lists(st.integers(1, 5), min_size=count, max_size=count).map(tuple)
+    ep = draw(st.sampled_from(divisors(plain.inner_ranks)))
     return Layout(
         axes=axes,
+        chunks=chunks,
         stages=draw(stages) if "pp" in names and draw(st.booleans()) else (),
-        zero=draw(st.sampled_from([1, 2, 3])) if "fsdp" in names else 3,
+        schedule=schedule,
+        zero=draw(st.sampled_from([1, 2, 3])) if {"fsdp", "cp"} & set(names) else 3,
+        cp_method=draw(st.sampled_from(["gather", "ring", "ulysses"])) if "cp" in names else "gather",
         sp=draw(st.booleans()) if "tp" in names else False,
+        ep=ep,
+        etp=draw(st.sampled_from(divisors(plain.inner_ranks // ep))),
         order=() if order == tuple(range(plain.world_size)) else order,
     )
+
+
+def divisors(number):
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 @st.composite
 def models(draw):
     kv = draw(st.integers(1, 4))
+    experts = draw(st.sampled_from([0, 0, 2, 4, 6]))
     return ModelLimits(
         num_layers=draw(st.integers(1, 8)),
         num_heads=kv * draw(st.integers(1, 4)),
@@ -38,6 +52,8 @@ def models(draw):
         hidden_size=draw(st.integers(1, 24)),
         intermediate_size=draw(st.integers(1, 24)),
         vocab_size=draw(st.integers(1, 24)),
+        num_experts=experts,
+        moe_intermediate_size=draw(st.integers(1, 12)) if experts else 0,
     )
 
 
@@ -53,15 +69,31 @@ def built(layout, limits, world_size, num_microbatches, sequence):
         mesh = [(*at, i) for at in mesh for i in range(size)]
     deal = lambda things, ways: [things[i::ways] for i in range(ways)]  # noqa: E731
     even = lambda size, ways: len({len(hand) for hand in deal(range(size), ways)}) == 1  # noqa: E731
-    tp, pp = layout.size("tp"), layout.size("pp")
-    cut = [limits.num_heads, limits.num_kv_heads, limits.hidden_size, limits.intermediate_size]
+    tp, pp, cp = layout.size("tp"), layout.size("pp"), layout.size("cp")
+    cut = [limits.num_heads, limits.hidden_size, limits.intermediate_size]
     layers = list(range(limits.num_layers))
-    stages = [[layers.pop(0) for _ in range(n) if layers] for n in layout.stages] or deal(list(layers), pp)
-    filled = all(stages) and (not layout.stages or ([len(s) for s in stages] == list(layout.stages) and not layers))
+    split = layout.stages or [len(hand) for hand in deal(layers, pp * layout.chunks)]
+    stages = [[layers.pop(0) for _ in range(n) if layers] for n in split]
+    filled = all(stages) and [len(s) for s in stages] == list(split) and not layers
     shares = deal(range(num_microbatches), layout.size("dp") * layout.size("fsdp"))
+    heads = deal(range(limits.num_heads), tp)[0]
+    copies = [head for head in range(limits.num_kv_heads) for _ in range(tp // limits.num_kv_heads)]
+    frees = layout.schedule != "" and layout.zero == 3 and layout.size("fsdp") * cp > 1
+    dense = layout.ep == layout.etp == 1
+    moe = (
+        limits.num_experts > 0
+        and even(limits.num_experts, layout.ep)
+        and even(limits.moe_intermediate_size, layout.etp)
+    )
     return (
         len(mesh) == world_size
-        and all(even(size, tp) for size in [*cut, *([sequence] if layout.sp else [])])
+        and all(even(size, tp) for size in cut)
+        and (even(limits.num_kv_heads, tp) or len(copies) == tp)
+        and (cp == 1 or even(sequence, 2 * cp))
+        and (not layout.sp or even(sequence // cp, tp))
+        and (layout.cp_method != "ulysses" or even(len(heads), cp))
+        and (dense or moe)
+        and not frees
         and filled
         and all(len(share) >= pp for share in shares)
     )
@@ -74,7 +106,7 @@ def test_every_layout_prints_as_a_text_that_reads_back(layout):
     assert parse_layout(print_layout(layout)) == layout
 
 
-@given(st.text(alphabet="dpfstzv_.-0123cordeDP ", max_size=16))
+@given(st.text(alphabet="dpfstzv_.-0123cordegbinDP ", max_size=16))
 def test_any_text_is_read_canonically_or_refused_and_what_is_offered_instead_is_legal(text):
     try:
         layout = parse_layout(text)
@@ -100,7 +132,7 @@ def test_a_layout_of_the_right_world_has_no_problem_exactly_where_all_can_be_dea
     assert (not problems(layout, limits, **fitting)) == built(layout, limits, **fitting)
 
 
-@given(layouts(), models(), numbers)
+@given(layouts(most=3), models(), numbers)
 def test_nearest_layouts_are_legal_distinct_and_at_most_three(layout, limits, given_numbers):
     near = nearest(layout, limits, **given_numbers)
 
@@ -108,7 +140,7 @@ def test_nearest_layouts_are_legal_distinct_and_at_most_three(layout, limits, gi
     assert len(set(near)) == len(near) <= 3
 
 
-@given(layouts(largest=3), models(), numbers)
+@given(layouts(largest=3, most=3), models(), numbers)
 def test_nearest_of_a_legal_layout_begins_with_it(layout, limits, given_numbers):
     fitting = given_numbers | {"world_size": layout.world_size}
     assume(built(layout, limits, **fitting))
@@ -118,8 +150,7 @@ def test_nearest_of_a_legal_layout_begins_with_it(layout, limits, given_numbers)
 
 @given(layouts(largest=3), models())
 def test_resolving_names_the_same_stages_and_is_done_once(layout, limits):
-    pp = layout.size("pp")
-    assume(pp <= limits.num_layers and (not layout.stages or sum(layout.stages) == limits.num_layers))
+    assume(layout.num_stages <= limits.num_layers and (not layout.stages or sum(layout.stages) == limits.num_layers))
 
     resolved = resolve(layout, limits.num_layers)
 

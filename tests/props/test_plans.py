@@ -11,6 +11,7 @@ from dynatrain.judge.verdict import Coverage, Verdict
 from dynatrain.plan.build import rank_plan, whole_plan
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.hashes import plan_hash, received_hash, sent_hash
+from dynatrain.plan.mesh import Mesh
 from dynatrain.plan.schedule import (
     STAGING_BYTES,
     default_budget,
@@ -18,7 +19,7 @@ from dynatrain.plan.schedule import (
     predicted_peak,
     tight_schedule,
 )
-from dynatrain.plan.sources import Grid, Mesh
+from dynatrain.plan.sources import Grid
 from dynatrain.plan.storage import alike, storage
 from dynatrain.plan.summary import ledger, summarise
 from dynatrain.plan.table import table
@@ -185,8 +186,10 @@ def test_storage_is_the_boxes_and_pads_parameters_to_the_largest_shard(catalogue
             group = [
                 other
                 for peer in range(where.world_size)
-                if (at := where.coordinates(peer)).pp == where.coordinates(rank).pp
-                and at.tp == where.coordinates(rank).tp
+                if all(
+                    where.index(axis, peer) == where.index(axis, rank)
+                    for axis in ("pp", *(("ep", "etp") if "experts" in tensor.name else ("tp",)))
+                )
                 and (other := own.box(tensor, peer)) is not None
             ]
             for state in tensor.states:

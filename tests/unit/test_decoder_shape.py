@@ -262,9 +262,10 @@ def test_weights_are_out_by_in_and_cut_along_the_dim_that_tensor_parallel_splits
     shape = dataclasses.replace(TINY, head_dim=20, qk_norm=True)  # heads x head_dim is not the hidden size
     found = {tensor.name.removeprefix("layers.3."): (tensor.shape, tensor.cuts) for tensor in catalogue(shape)}
     rows, columns, sharded = (("tp", 0), ("fsdp", 0)), (("tp", 1), ("fsdp", 0)), (("fsdp", 0),)
+    heads = (("tp4", 0), ("fsdp", 0))
 
     assert found["self_attn.q_proj.weight"] == ((160, 128), rows)
-    assert found["self_attn.k_proj.weight"] == found["self_attn.v_proj.weight"] == ((80, 128), rows)
+    assert found["self_attn.k_proj.weight"] == found["self_attn.v_proj.weight"] == ((80, 128), heads)
     assert found["self_attn.o_proj.weight"] == ((128, 160), columns)
     assert found["self_attn.q_norm.weight"] == found["self_attn.k_norm.weight"] == ((20,), sharded)
     assert found["mlp.gate_proj.weight"] == found["mlp.up_proj.weight"] == ((384, 128), rows)
@@ -280,7 +281,8 @@ def test_gpt_2_has_biases_cut_like_the_outputs_that_tensor_parallel_splits():
 
     assert list(found)[:2] == ["embed_tokens.weight", "embed_positions.weight"]
     assert found["embed_positions.weight"] == ((1024, 768), sharded)
-    assert found["self_attn.q_proj.bias"] == found["self_attn.v_proj.bias"] == ((768,), rows)
+    assert found["self_attn.q_proj.bias"] == ((768,), rows)
+    assert found["self_attn.v_proj.bias"] == ((768,), (("tp12", 0), ("fsdp", 0)))
     assert found["self_attn.o_proj.weight"] == ((768, 768), columns)
     assert found["self_attn.o_proj.bias"] == found["mlp.down_proj.bias"] == ((768,), sharded)
     assert found["mlp.up_proj.bias"] == ((3072,), rows)

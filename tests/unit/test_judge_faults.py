@@ -1,5 +1,6 @@
 """Each kind of fault, planted in a plan that is otherwise right, is caught and named."""
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -214,3 +215,80 @@ def test_a_move_in_the_list_of_another_rank_is_named(parts):
     stray = parts[1].sends[0]
     parts[0] = replace(parts[0], sends=(*parts[0].sends, stray))
     assert "rank 0 has among its sends a move 1 ->" in problems(parts)
+
+
+EXPERTS = small(width=8, inner=12, vocabulary=16, experts=4)
+STACK = next(i for i, tensor in enumerate(EXPERTS) if tensor.name == "layers.0.experts.up")
+ALL_HERE = declared(EXPERTS, layout(dp=4), LAYERS)
+DEALT_OUT = declared(EXPERTS, layout(fsdp=4, ep=4), LAYERS)
+
+
+def expert_parts():
+    return [
+        rank_plan(EXPERTS, ALL_HERE, DEALT_OUT, rank, keep_schedule(EXPERTS, 1000), adoptable=lambda _: False)
+        for rank in range(4)
+    ]
+
+
+def renumbered(parts, number):
+    """The parts with other expert numbers in every move of the first stack: ``number(dst, expert)``."""
+
+    def changed(move):
+        if move.tensor != STACK or not move.box:
+            return move
+        first, end = move.box[0]
+        shift = number(move.dst, first) - first
+        return replace(move, box=((first + shift, end + shift), *move.box[1:]))
+
+    return [
+        replace(part, **{name: tuple(map(changed, getattr(part, name))) for name in ("sends", "receives", "relays")})
+        for part in parts
+    ]
+
+
+def test_the_plan_that_deals_out_experts_is_accepted():
+    assert judge_all(EXPERTS, ALL_HERE, DEALT_OUT, expert_parts()).ok
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [
+        (lambda dst, _expert: {1: 2, 2: 1}.get(dst, dst), (1, 2)),  # two experts swapped: every byte count is right
+        (lambda _dst, _expert: 0, (1, 2, 3)),  # each rank counts its own from 0
+    ],
+    ids=["swapped", "local numbers"],
+)
+def test_experts_under_wrong_numbers_are_named(number, ranks):
+    verdict = judge_all(EXPERTS, ALL_HERE, DEALT_OUT, renumbered(expert_parts(), number))
+    found = "\n".join(verdict.problems)
+    for rank in ranks:
+        assert re.search(
+            rf"experts\.up\.param \[.*\] on rank {rank} is not within the piece that the target needs", found
+        )
+        assert re.search(
+            rf"experts\.up\.exp_avg \[{rank}:{rank + 1}, .*\] on rank {rank}: \d+ of \d+ elements miss", found
+        )
+    assert "layers.1" not in found
+
+
+def test_layers_under_their_stages_local_numbers_are_named():
+    # The second stage counts its layers from 0, as a strict load by local names does: layers 0 and 1 arrive twice.
+    ups = tuple(replace(tensor, states=tensor.states[:1]) for tensor in CATALOGUE if tensor.name.endswith(".up"))
+    old, new = declared(ups, OLD.layout, LAYERS), declared(ups, NEW.layout, LAYERS)
+    schedule = keep_schedule(ups, 1000)
+
+    def local(move):
+        return replace(move, tensor=move.tensor % 2) if move.dst in {2, 3} else move
+
+    parts = [rank_plan(ups, old, new, rank, schedule) for rank in range(4)]
+    wrong = [
+        replace(part, **{name: tuple(map(local, getattr(part, name))) for name in ("sends", "receives", "relays")})
+        for part in parts
+    ]
+    assert judge_all(ups, old, new, parts).ok
+    found = "\n".join(judge_all(ups, old, new, wrong).problems)
+    for rank, layer in itertools.product((2, 3), (0, 1)):
+        assert re.search(
+            rf"layers\.{layer}\.up\.param .* on rank {rank} is not within the piece that the target", found
+        )
+        assert re.search(rf"layers\.{layer + 2}\.up\.param \[.*\] on rank {rank}: \d+ of \d+ elements missing", found)

@@ -26,6 +26,25 @@ FOREIGN = {
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --tensor-model-parallel-size 1 "
     "--world-size 4": "fsdp4-z2",
     "--tensor-model-parallel-size 2 --context-parallel-size 1 --world-size 2": "tp2",
+    "--tensor-model-parallel-size 2 --context-parallel-size 2 --world-size 8": "dp2.cp2-ring.tp2",
+    "--context-parallel-size 2 --cp-comm-type a2a --use-distributed-optimizer --world-size 4": "fsdp2-z1.cp2-ulysses",
+    "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --use-torch-fsdp2 --world-size 8": (
+        "fsdp4.tp2.ep4.etp2"
+    ),
+    "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --use-torch-fsdp2 "
+    "--world-size 8": "fsdp4.tp2.ep4",
+    "--tensor-model-parallel-size 2 --num-experts 8 --use-torch-fsdp2 --world-size 4": "fsdp2.tp2.etp2",
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 --world-size 2": "pp2v3",
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 --num-layers 32 --world-size 4": (
+        "pp2v4.dp2"
+    ),
+    "context_parallel_degree=2 tensor_parallel_degree=2 expert_parallel_degree=4 world_size=8": "fsdp2.cp2.tp2-sp.ep4",
+    "context_parallel_degree=2 context_parallel_rotate_method=alltoall data_parallel_shard_degree=1": "cp2-ring",
+    "data_parallel_shard_degree=4 expert_parallel_degree=2 expert_tensor_parallel_degree=2": "fsdp4.ep2.etp2",
+    "pipeline_parallel_degree=2 pipeline_parallel_schedule=ZBVZeroBubble data_parallel_shard_degree=2": (
+        "pp2v2-zbv.fsdp2-z2"
+    ),
+    "pipeline_parallel_degree=2 pipeline_parallel_schedule=Interleaved1F1B data_parallel_shard_degree=1": "pp2v2",
     "pp2.fsdp2": "pp2.fsdp2",
 }
 
@@ -35,10 +54,15 @@ REFUSED = {
     "--tensor-model-parallel-size 2 --world-size 7": "nearest: 6, 8",
     "--parallelism.tensor_parallel_degree=4 --world-size 2": "nearest: 4",
     "--parallelism.data_parallel_shard_degree=4 --world-size 8": "multiply to 4, but world_size is 8",
-    "--parallelism.context_parallel_degree=2 --parallelism.tensor_parallel_degree=2 --world-size 4": (
-        "context parallel is not built yet"
+    "--expert-model-parallel-size 8 --tensor-model-parallel-size 2 --use-torch-fsdp2 --world-size 8": (
+        "ep8 x etp2 = 16 does not divide the 8 ranks of fsdp x cp x tp"
     ),
-    "--tensor-model-parallel-size 2 --expert-model-parallel-size 8 --world-size 8": "expert parallel is not built yet",
+    "--tensor-model-parallel-size 2 --cp-comm-type a2a+p2p --world-size 4": "cp_comm_type = a2a+p2p: one of p2p",
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4 --world-size 2": "add --num-layers N",
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 5 --num-layers 32 --world-size 2": (
+        "num_layers 32 is no multiple of pp x num_layers_per_virtual_pipeline_stage = 2 x 5"
+    ),
+    "pipeline_parallel_degree=2 pipeline_parallel_schedule=DualPipeV world_size=2": "DualPipeV: one of 1F1B, GPipe",
     "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 --world-size 2": (
         "decoder_first_pipeline_num_layers: not understood"
     ),
@@ -82,6 +106,31 @@ def test_a_description_of_a_pinned_order_shows_where_ranks_really_sit():
 
     assert "first group: ranks 0, 2" in lines[2]
     assert lines[-3].split() == ["1", "1", "0"]
+
+
+def test_a_description_says_where_each_rank_is_among_experts():
+    lines = describe(parse_layout("pp2v2-zbv.fsdp2-z2.cp2-ring.ep2"))
+
+    assert "4 pipeline stages on 2 ranks; zero bubble, stages laid as a V" in lines[1]
+    assert "first group: ranks 0, 2" in lines[2]
+    assert "each sequence cut 2 ways, keys and values passed round" in lines[3]
+    assert "dealt out to 2 groups of ranks, each of which 2 ranks share; first group: ranks 0, 1" in lines[4]
+    assert lines[-1].split() == ["7", "1", "1", "1", "1"]
+    assert lines[-2].split() == ["6", "1", "1", "0", "0"]
+
+
+def test_a_difference_names_what_changes_of_every_axis():
+    lines = difference(parse_layout("pp2v2.cp2-ring"), parse_layout("pp2-zb.fsdp2-z2.ep2"))
+
+    assert lines[1:-1] == (
+        "  fsdp: 1 -> 2",
+        "  cp: 2 -> 1",
+        "  ep: 1 -> 2",
+        "  stages per pp rank: 2 -> 1",
+        "  schedule of the pipeline: the run's own -> zb",
+        "  ZeRO stage: 3 -> 2",
+        "  attention over cp: ring -> gather",
+    )
 
 
 def test_a_description_of_a_large_world_has_no_table():

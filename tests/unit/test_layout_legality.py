@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -12,14 +13,31 @@ TINY = ModelLimits(num_layers=4, num_heads=8, num_kv_heads=4, hidden_size=128, i
 
 # (text, world, micro-batches, sequence) -> the numbers that the one problem must name
 ILLEGAL = {
-    ("tp8", None, None, None): "tp8 does not divide the key/value heads, 4",
     ("pp8", None, None, None): "pp8 has more stages than the model has layers, 4",
     ("pp3_1_1_1", None, None, None): "1_1_1 hold 3 layers but the model has 4",
     ("dp2.tp2", 8, None, None): "4 ranks (dp2 x tp2) but the world has 8",
     ("dp4", None, 3, None): "3 micro-batches over 4 data ranks leave 0 for some",
     ("pp2.dp2", None, 3, None): "each needs at least 2, one per pipeline stage: 4 in all",
     ("tp2-sp", None, None, 63): "tp2 does not divide the sequence length (-sp), 63",
+    ("cp2.tp4-sp", None, None, 12): "tp4 does not divide the tokens of a cp rank (-sp), 6",
+    ("cp2", None, None, 30): "cp2 cuts the sequence into 4 chunks, which do not divide 30; nearest: 28, 32",
+    ("cp3", None, None, 4): "6 chunks, which do not divide 4; nearest: 6",
+    ("cp4-ulysses.tp4", None, None, None): "cp4-ulysses does not divide the attention heads of a tp rank, 8 / 4 = 2",
+    ("pp2v3", None, None, None): "pp2v3 has more stages than the model has layers, 4",
+    ("pp2v2_1_1_1_2", None, None, None): "1_1_1_2 hold 5 layers but the model has 4",
+    ("pp2-zb.fsdp2", None, None, None): "-zb under ZeRO-3 gives wrong gradients without an error",
+    ("pp2v2-zbv.cp2", None, None, None): "-zbv under ZeRO-3 gives wrong gradients without an error",
+    ("fsdp4.ep2.etp2", None, None, None): "ep2.etp2 deals out experts, and the model has none",
 }
+
+LEGAL = (
+    ("tp8", "more tp ranks than key/value heads: copies"),
+    ("cp2-ulysses.tp4", "a head for each cp rank"),
+    ("pp2-zb", "nothing is freed between the halves of a backward where nothing is sharded"),
+    ("pp2v2-zbv.fsdp2-z2", "parameters stay gathered"),
+    ("pp2v2-zbv.cp2-z1", "parameters stay gathered"),
+    ("pp2v2", "a layer for each stage"),
+)
 
 
 @pytest.mark.parametrize("case", ILLEGAL)
@@ -31,10 +49,69 @@ def test_a_broken_rule_is_named_with_its_numbers(case):
     assert ILLEGAL[case] in found[0]
 
 
+@pytest.mark.parametrize(("text", "_why"), LEGAL)
+def test_a_layout_just_within_the_rules_is_legal(text, _why):
+    assert problems(parse_layout(text), TINY) == ()
+
+
+EXPERTS = replace(TINY, num_experts=6, moe_intermediate_size=20)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("fsdp2.ep2", None),
+        ("fsdp2.tp3.ep6", "tp3 does not divide"),
+        ("fsdp4.ep4", "ep4 does not divide the experts, 6"),
+        ("fsdp8.etp8", "etp8 does not divide the intermediate size of an expert, 20"),
+        ("fsdp2.cp2.tp2.ep2.etp4", None),
+    ],
+)
+def test_experts_are_dealt_out_whole_and_their_matrices_cut_evenly(text, named):
+    found = problems(parse_layout(text), EXPERTS)
+
+    assert any(named in problem for problem in found) if named else found == ()
+
+
+def test_the_nearest_of_experts_that_do_not_divide_changes_ep_alone():
+    near = nearest(parse_layout("fsdp12.ep4"), EXPERTS)
+
+    assert [print_layout(layout) for layout in near] == ["fsdp12.ep3", "fsdp12.ep6", "fsdp12.ep2"]
+
+
+@pytest.mark.parametrize("text", ["dp8", "fsdp2.tp2"])
+def test_who_does_not_ask_for_cp_or_experts_is_not_sent_there(text):
+    near = nearest(parse_layout(text), EXPERTS, num_microbatches=2, sequence=64, count=50)
+
+    assert near
+    assert not any(layout.size(axis) > 1 for layout in near for axis in ("cp", "ep", "etp"))
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("fsdp2.cp2", "cp2"),
+        ("fsdp4.ep2", "ep2"),
+        ("fsdp4.etp2", "etp2"),
+        ("pp2v2", "v2"),
+        ("pp2-zb", "-zb"),
+        ("tp8", "tp8 above 4 key/value heads"),
+    ],
+)
+def test_what_cannot_be_trained_in_yet_is_refused_by_name_where_it_matters(text, part):
+    layout = parse_layout(text)
+
+    assert problems(layout, EXPERTS) == ()
+    assert problems(layout, EXPERTS, to_train=True) == (f"{part} can be planned, but not trained in yet",)
+    near = nearest(layout, EXPERTS, world_size=layout.world_size, to_train=True)
+    assert near
+    assert not any(problems(other, EXPERTS, to_train=True) for other in near)
+
+
 def test_all_broken_rules_are_listed_at_once():
     found = problems(parse_layout("tp3"), TINY, world_size=4)
 
-    rules = ("attention heads, 8", "key/value heads, 4", "hidden size, 128", "world has 4")
+    rules = ("attention heads, 8", "key/value heads, 4:", "hidden size, 128", "world has 4")
     assert [sum(rule in problem for problem in found) for rule in rules] == [1, 1, 1, 1]
 
 
@@ -63,6 +140,14 @@ def test_uneven_shares_of_micro_batches_are_legal_from_one_per_stage_up():
         (Layout(axes=(("fsdp", 2),), zero=4), "-z4"),
         (Layout(axes=(("fsdp", 2),), sp=True), "-sp needs a tp axis"),
         (Layout(stages=(4,)), "need a pp axis"),
+        (Layout(chunks=2), "v2 needs a pp axis"),
+        (Layout(axes=(("pp", 2),), chunks=0), "v0: each pp rank has at least one stage"),
+        (Layout(axes=(("pp", 2),), schedule="zz"), "zz is no schedule"),
+        (Layout(schedule="zb"), "-zb needs a pp axis"),
+        (Layout(axes=(("cp", 2),), cp_method="all"), "all is no way to attend over cp"),
+        (Layout(cp_method="ring"), "-ring needs a cp axis"),
+        (Layout(axes=(("fsdp", 2),), ep=0), "ep0: at least 1"),
+        (Layout(axes=(("fsdp", 2), ("cp", 3)), ep=4), "4 does not divide the 6 ranks of fsdp x cp x tp"),
         (Layout(axes=(("pp", 2),), stages=(4,)), "1 stages are pinned"),
         (Layout(axes=(("dp", 2),), order=(0, 2)), "not a permutation of 0..1"),
     ],

@@ -11,6 +11,14 @@ SPELLINGS = {
     "pp4_2_3_4_3": Layout(axes=(("pp", 4),), stages=(2, 3, 4, 3)),
     "fsdp4-z2": Layout(axes=(("fsdp", 4),), zero=2),
     "fsdp4-z1.tp2-sp": Layout(axes=(("fsdp", 4), ("tp", 2)), zero=1, sp=True),
+    "cp2": Layout(axes=(("cp", 2),)),
+    "fsdp2-z2.cp2-ring.tp2": Layout(axes=(("fsdp", 2), ("cp", 2), ("tp", 2)), zero=2, cp_method="ring"),
+    "cp2-ulysses-z1": Layout(axes=(("cp", 2),), zero=1, cp_method="ulysses"),
+    "pp2v2.dp2": Layout(axes=(("pp", 2), ("dp", 2)), chunks=2),
+    "pp2v2_1_2_2_1-zbv": Layout(axes=(("pp", 2),), chunks=2, stages=(1, 2, 2, 1), schedule="zbv"),
+    "pp3-zb": Layout(axes=(("pp", 3),), schedule="zb"),
+    "fsdp8.ep4.etp2": Layout(axes=(("fsdp", 8),), ep=4, etp=2),
+    "tp4.fsdp2.ep8.order_1_0_2_3_4_5_6_7": Layout(axes=(("tp", 4), ("fsdp", 2)), ep=8, order=(1, 0, 2, 3, 4, 5, 6, 7)),
     "fsdp2.tp2.order_0_2_1_3": Layout(axes=(("fsdp", 2), ("tp", 2)), order=(0, 2, 1, 3)),
 }
 
@@ -33,15 +41,32 @@ MALFORMED = {
     "tp2-z1": ("-z1 belongs to fsdp", "tp2"),
     "fsdp4-z3": ("leave -z3 out", "fsdp4"),
     "fsdp4-z1-z2": ("one option", "fsdp4"),
-    "tp2-sp-sp": ("one option", "tp2"),
+    "tp2-sp-sp": ("one option", "tp2-sp"),
     "dp2_1_1": ("layers per stage belong to pp", "dp2"),
     "pp2_1": ("1 stages are pinned", "pp2"),
     "pp2_0_3": ("at least one layer", "pp2"),
     "pp=2_3_1": ("'pp=2_3_1'", "pp2_3_1"),
-    "cp2.dp2": ("context parallel (cp) is not built yet", "dp2"),
-    "ep4": ("expert parallel (ep) is not built yet", "dp1"),
-    "etp2": ("expert tensor parallel (etp) is not built yet", "dp1"),
-    "pp2v2.dp2": ("interleaved stages (v) are not built yet", "pp2.dp2"),
+    "cp-2": ("'cp-2'", "cp2"),
+    "cp2-rung": ("-rung is not an option", "cp2-ring"),
+    "cp2-z1-ring": ("ZeRO's stage comes last", "cp2-ring-z1"),
+    "cp2-ring-ulysses": ("one option of a kind", "cp2"),
+    "dp2.tp2-ring": ("-ring belongs to cp, not to tp", "dp2.tp2"),
+    "fsdp2.cp2-z2": ("ZeRO's stage stands behind fsdp", "fsdp2.cp2"),
+    "ep4": ("ep4 x etp1 = 4 does not divide the 1 ranks", "dp1"),
+    "fsdp4.ep8": ("ep8 x etp1 = 8 does not divide the 4 ranks of fsdp x cp x tp", "fsdp4"),
+    "fsdp4.ep1": ("'ep1'", "fsdp4"),
+    "ep2.fsdp4": ("ep and etp stand, in this order, behind", "fsdp4"),
+    "fsdp4.etp2.ep2": ("ep and etp stand, in this order, behind", "fsdp4"),
+    "fsdp4.ep2.ep2": ("ep appears 2 times", "fsdp4"),
+    "fsdp4.ep2-sp": ("-sp belongs to tp, not to ep", "fsdp4.ep2"),
+    "dp2v2": ("interleaved stages (v) belong to pp, not to dp", "dp2"),
+    "pp2v1": ("v1 goes without saying", "pp2"),
+    "pp2v0": ("'pp2v0'", "pp2"),
+    "pp2v2_1_1": ("2 stages are pinned (1_1) but pp2v2 has 4", "pp2"),
+    "pp2-zbv": ("-zbv lays two stages on each pp rank, here 1", "pp2"),
+    "pp2v3-zbv": ("write pp2v2-zbv", "pp2"),
+    "pp2v2zbv": ("'pp2v2zbv'", "pp2v2-zbv"),
+    "dp2-zb": ("-zb belongs to pp, not to dp", "dp2"),
     "fsdp2.order-1a2b3c4d": ("not as a hash", "fsdp2"),
     "fsdp2.order_ab12": ("not as a hash", "fsdp2"),
     "fsdp2.order_12345678": ("write the order in full", "fsdp2"),
@@ -79,7 +104,7 @@ def test_a_malformed_text_is_refused_with_its_offending_part_and_the_legal_spell
 
 def test_every_bad_part_is_reported_at_once():
     with pytest.raises(LayoutError) as caught:
-        parse_layout("dq2.tp2-z1.cp2")
+        parse_layout("dq2.tp2-z1.dp2v2")
 
     assert len(caught.value.problems) == 3
 

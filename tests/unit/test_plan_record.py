@@ -1,12 +1,16 @@
 import dataclasses
 import json
+import random
 
 import pytest
+from tests import toys
 
-from dynatrain.app.planned import change_of_model, change_of_record
+from dynatrain.app.planned import change, change_of_model, change_of_record
 from dynatrain.app.verify import check_file
+from dynatrain.layout.legality import problems
 from dynatrain.layout.text import parse_layout
 from dynatrain.plan.record import PlanRecord, PlanRecordError
+from dynatrain.space.ownership import declared
 from dynatrain.space.presets import PRESETS
 
 PAIR = (parse_layout("pp2.fsdp2"), parse_layout("fsdp2.tp2"))
@@ -26,6 +30,26 @@ def test_a_plan_is_derived_again_from_its_record(mode):
     planned = change_of_record(again)
     whole = planned.whole()
     assert planned.record(whole, planned.summary(whole)) == record
+
+
+def test_a_plan_over_all_axes_is_derived_again_from_its_record():
+    of = toys.toy(random.Random(2).choice)
+    of = dataclasses.replace(of, layers=4, experts=4, expert_inner=4, heads=4, kv_heads=2, width=8, inner=8, dense=1)
+    layouts = [parse_layout(text) for text in ("pp2v2-zbv.fsdp2-z2.tp4.ep4.etp2", "tp4.cp2-ring.fsdp2.ep2.etp4")]
+    assert [problems(layout, of.limits) for layout in layouts] == [(), ()]
+    tensors = toys.catalogue(of)
+    planned = change(tensors, *(declared(tensors, layout, of.layers) for layout in layouts), mode="keep")
+    whole = planned.whole()
+    record = planned.record(whole, planned.summary(whole))
+    again = PlanRecord.from_json(record.to_json())
+    assert again == record
+    assert {axis for one in again.tensors for axis, _ in (*one.old.cuts, *one.new.cuts)} == {
+        *("fsdp", "tp", "tp2", "efsdp", "ep", "etp")
+    }
+    anew = change_of_record(again)
+    whole = anew.whole()
+    assert anew.record(whole, anew.summary(whole)) == record
+    assert anew.verdict(whole).ok
 
 
 def damaged(record, key):

@@ -56,7 +56,7 @@ def test_the_dropout_of_the_model_holds_unless_the_run_sets_one(tmp_path):
         (["--layout=tp8"], "layout: tp8 is not legal here"),
         (["--layout=dp2x"], "layout: 'dp2x' is not a layout"),
         (["--layout=dp2", '--switch=[{step=3, layout="dp4"}]'], "switch.0.layout: dp4 is not legal here"),
-        (["--layout=dp2", '--switch=[{step=3, layout="cp2"}]'], "not built yet"),
+        (["--layout=dp2", '--switch=[{step=3, layout="cp2"}]'], "cp2 can be planned, but not trained in yet"),
         (["--layout=pp4.dp4", "--batch.global_sequences=16"], "each needs at least 4"),
         (["--layout=tp2-sp", "--data.sequence=63"], "does not divide the sequence length (-sp), 63"),
         (["--batch.micro_sequences=3"], "3 does not divide batch.global_sequences = 16; nearest: 2 or 4"),

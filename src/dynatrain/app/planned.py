@@ -1,6 +1,5 @@
 """A change of layout planned offline: what ``plan``, ``switch --dry-run`` and ``check`` have in common."""
 
-import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dynatrain.app.mistake import MistakeError, all_of
 from dynatrain.judge.judge import judge_whole
 from dynatrain.judge.verdict import Verdict
 from dynatrain.layout.layout import Layout
-from dynatrain.layout.legality import ModelLimits, check, problems
+from dynatrain.layout.legality import check, problems
 from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import print_layout
 from dynatrain.plan.build import Adoptable, rank_plan, whole_plan
@@ -177,7 +176,7 @@ def change_of_model(
     """
     if ranks_per_node is not None and ranks_per_node < 1:
         raise MistakeError(f"--ranks-per-node is {ranks_per_node}; at least 1.")
-    all_of(*(lambda layout=layout: _check_plannable(layout, shape.limits()) for layout in layouts))
+    all_of(*(lambda layout=layout: check(layout, shape.limits()) for layout in layouts))
     tensors, layers = catalogue(shape, dtype), shape.num_hidden_layers
     old, new = (declared(tensors, resolve(layout, layers), layers) for layout in layouts)
     return change(tensors, old, new, mode=mode, budget_bytes=budget_bytes, ranks_per_node=ranks_per_node)
@@ -204,10 +203,6 @@ def change_of_record(record: PlanRecord) -> Change:
 
 def untrainable(shape: DecoderShape, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
     """Why layouts that can be planned cannot be trained in; empty where they can."""
-    return tuple(dict.fromkeys(problem for layout in layouts for problem in problems(layout, shape.limits())))
-
-
-def _check_plannable(layout: Layout, limits: ModelLimits) -> None:
-    # The rows of keys and values are cut like any rows; that a rank's heads are whole matters to training alone.
-    if problems(layout, dataclasses.replace(limits, num_kv_heads=limits.num_heads)):
-        check(layout, limits)
+    return tuple(
+        dict.fromkeys(problem for layout in layouts for problem in problems(layout, shape.limits(), to_train=True))
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from dynatrain.plan.padding import Padded
+from dynatrain.plan.padding import GATHERED, Padded
 from dynatrain.space.box import shape_of
 from dynatrain.space.ownership import Ownership, Placement
 from dynatrain.space.tensor import ITEMSIZE, Catalogue, Tensor
@@ -95,8 +95,8 @@ def _pieces(tensor: Tensor, ownership: Ownership, ranks: int, dims: int) -> tupl
     low, high, room = np.zeros(shape, np.int64), np.ones(shape, np.int64), np.ones(shape, np.int64)
     held = np.zeros(ranks, np.bool_)
     placement = ownership.placements[tensor.name]
-    fsdp = next((dim for axis, dim in placement.cuts if axis == "fsdp"), None)
-    uncut = Placement(tuple(cut for cut in placement.cuts if cut[0] != "fsdp"), placement.stages)
+    gathered = next((cut for cut in placement.cuts if cut[0] in GATHERED), None)
+    uncut = Placement(tuple(cut for cut in placement.cuts if cut != gathered), placement.stages)
     group = Ownership(ownership.layout, {tensor.name: uncut})
     for rank in range(min(ranks, ownership.layout.world_size)):
         box = ownership.box(tensor, rank)
@@ -105,8 +105,9 @@ def _pieces(tensor: Tensor, ownership: Ownership, ranks: int, dims: int) -> tupl
         held[rank] = True
         for dim, (start, stop) in enumerate(box):
             low[rank, dim], high[rank, dim], room[rank, dim] = start, stop, stop - start
-        if fsdp is not None:
+        if gathered is not None:
             # An fsdp group gathers equal chunks: each is what its largest member needs.
-            rows = shape_of(group.box(tensor, rank) or ())[fsdp]
-            room[rank, fsdp] = math.ceil(rows / ownership.layout.size("fsdp"))
+            axis, dim = gathered
+            rows = shape_of(group.box(tensor, rank) or ())[dim]
+            room[rank, dim] = math.ceil(rows / ownership.layout.ways(axis))
     return low, high, room, held

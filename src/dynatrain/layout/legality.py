@@ -1,11 +1,13 @@
 """What a model, a batch and a world allow: every broken rule with its numbers, and the nearest legal layouts."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from dynatrain.layout.form import LayoutError, form_problems
-from dynatrain.layout.layout import Layout
+from dynatrain.layout.layout import EXPERT_AXES, Layout
 from dynatrain.layout.nearest import ranked
 from dynatrain.layout.text import print_layout, short_layout
+from dynatrain.layout.untrained import untrained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,6 +15,7 @@ class ModelLimits:
     """The numbers of a model that bound its layouts.
 
     ``vocab_size`` bounds nothing: rows of the vocabulary are cut in ceil-sized chunks, of which the last may be short.
+    ``num_experts`` and ``moe_intermediate_size`` (the width of one expert) are 0 for a dense model.
     """
 
     num_layers: int
@@ -21,6 +24,8 @@ class ModelLimits:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
+    num_experts: int = 0
+    moe_intermediate_size: int = 0
 
 
 def problems(
@@ -30,6 +35,7 @@ def problems(
     world_size: int | None = None,
     num_microbatches: int | None = None,
     sequence: int | None = None,
+    to_train: bool = False,
 ) -> tuple[str, ...]:
     """Every rule that ``layout`` breaks, one sentence each; empty for a legal layout.
 
@@ -39,11 +45,15 @@ def problems(
         world_size: ranks there are; None where the world is free.
         num_microbatches: micro-batches of one global step, over all data ranks; None where the batch is free.
         sequence: tokens of one sequence; None where it is free.
+        to_train: also refuse what can be planned but not trained yet.
     """
     found = list(form_problems(layout))
-    if any(size < 1 for _, size in layout.axes):
+    if any(size < 1 for _, size in layout.axes) or min(layout.ep, layout.etp, layout.chunks) < 1:
         return tuple(found)  # nothing can be divided by such an axis
-    found += _tensor_problems(layout, limits, sequence) + _stage_problems(layout, limits.num_layers)
+    found += _tensor_problems(layout, limits, sequence) + _context_problems(layout, limits, sequence)
+    found += _expert_problems(layout, limits) + _stage_problems(layout, limits.num_layers)
+    if to_train:
+        found += untrained(layout, limits.num_kv_heads)
     if world_size is not None and layout.world_size != world_size:
         factors = " x ".join(f"{name}{size}" for name, size in layout.axes) or "no axis"
         found.append(f"the layout has {layout.world_size} ranks ({factors}) but the world has {world_size}")
@@ -59,15 +69,22 @@ def check(
     world_size: int | None = None,
     num_microbatches: int | None = None,
     sequence: int | None = None,
+    to_train: bool = False,
 ) -> None:
     """Refuse an illegal layout, with all that is wrong and the nearest legal ones. Arguments as :func:`problems`.
 
     Raises:
         LayoutError: where :func:`problems` finds any.
     """
-    found = problems(layout, limits, world_size=world_size, num_microbatches=num_microbatches, sequence=sequence)
+    given: dict[str, Any] = {
+        "world_size": world_size,
+        "num_microbatches": num_microbatches,
+        "sequence": sequence,
+        "to_train": to_train,
+    }
+    found = problems(layout, limits, **given)
     if found:
-        near = nearest(layout, limits, world_size=world_size, num_microbatches=num_microbatches, sequence=sequence)
+        near = nearest(layout, limits, **given)
         raise LayoutError(f"{short_layout(layout)} is not legal here", found, tuple(map(print_layout, near)))
 
 
@@ -78,38 +95,90 @@ def nearest(
     world_size: int | None = None,
     num_microbatches: int | None = None,
     sequence: int | None = None,
+    to_train: bool = False,
     count: int = 3,
 ) -> tuple[Layout, ...]:
     """At most ``count`` legal layouts, nearest first: fewest changed axes, then least change of size, then by text.
 
     Empty where no layout of ``world_size`` ranks is legal. Other arguments as :func:`problems`. Deterministic.
     """
-    numbers = {"world_size": world_size, "num_microbatches": num_microbatches, "sequence": sequence}
-    legal = (near for near in ranked(layout, world_size) if not problems(near, limits, **numbers))
+    given: dict[str, Any] = {
+        "world_size": world_size,
+        "num_microbatches": num_microbatches,
+        "sequence": sequence,
+        "to_train": to_train,
+    }
+    legal = (near for near in ranked(layout, world_size) if not problems(near, limits, **given))
     return tuple(near for near, _ in zip(legal, range(count), strict=False))
 
 
 def _tensor_problems(layout: Layout, limits: ModelLimits, sequence: int | None) -> list[str]:
-    tp = layout.size("tp")
+    tp, kv_heads = layout.size("tp"), limits.num_kv_heads
     split = {
         "attention heads": limits.num_heads,
-        "key/value heads": limits.num_kv_heads,
         "hidden size": limits.hidden_size,
         "intermediate size": limits.intermediate_size,
     }
     if layout.sp and sequence is not None:
-        split["sequence length (-sp)"] = sequence
-    return [f"tp{tp} does not divide the {what}, {size}" for what, size in split.items() if size % tp]
+        tokens, cp = sequence, layout.size("cp")
+        if cp > 1 and sequence % cp == 0:
+            tokens = sequence // cp  # a cp rank's share is what tp cuts; where cp leaves a rest, that is said elsewhere
+        split["sequence length (-sp)" if cp == 1 else "tokens of a cp rank (-sp)"] = tokens
+    found = [f"tp{tp} does not divide the {what}, {size}" for what, size in split.items() if size % tp]
+    if kv_heads % tp and tp % kv_heads:
+        rule = f"tp divides them, or is a multiple of them, whose ranks hold copies; they are {kv_heads}"
+        found.append(f"tp{tp} does not divide the key/value heads, {kv_heads}: {rule}")
+    return found
+
+
+def _context_problems(layout: Layout, limits: ModelLimits, sequence: int | None) -> list[str]:
+    found = []
+    cp, tp = layout.size("cp"), layout.size("tp")
+    if cp > 1 and sequence is not None and sequence % (2 * cp):
+        # Each rank holds a chunk from the front and one from the back, so that causal attention costs all the same.
+        near = sorted({max(sequence // (2 * cp), 1) * 2 * cp, (sequence // (2 * cp) + 1) * 2 * cp})
+        listed = ", ".join(map(str, near))
+        found.append(
+            f"cp{cp} cuts the sequence into {2 * cp} chunks, which do not divide {sequence}; nearest: {listed}"
+        )
+    heads = limits.num_heads // tp
+    if layout.cp_method == "ulysses" and limits.num_heads % tp == 0 and heads % cp:
+        found.append(
+            f"cp{cp}-ulysses does not divide the attention heads of a tp rank, {limits.num_heads} / {tp} = {heads}"
+        )
+    return found
+
+
+def _expert_problems(layout: Layout, limits: ModelLimits) -> list[str]:
+    ep, etp = layout.ep, layout.etp
+    if ep == etp == 1:
+        return []
+    if not limits.num_experts:
+        named = ".".join(f"{axis}{layout.size(axis)}" for axis in EXPERT_AXES if layout.size(axis) > 1)
+        return [f"{named} deals out experts, and the model has none; leave it out"]
+    found = []
+    if limits.num_experts % ep:
+        found.append(f"ep{ep} does not divide the experts, {limits.num_experts}")
+    if limits.moe_intermediate_size % etp:
+        found.append(f"etp{etp} does not divide the intermediate size of an expert, {limits.moe_intermediate_size}")
+    return found
 
 
 def _stage_problems(layout: Layout, num_layers: int) -> list[str]:
-    pp = layout.size("pp")
-    if pp > num_layers:
-        return [f"pp{pp} has more stages than the model has layers, {num_layers}"]
-    if layout.stages and sum(layout.stages) != num_layers:
+    found = []
+    if layout.num_stages > num_layers:
+        name = f"pp{layout.size('pp')}" + (f"v{layout.chunks}" if layout.chunks > 1 else "")
+        found.append(f"{name} has more stages than the model has layers, {num_layers}")
+    elif layout.stages and sum(layout.stages) != num_layers:
         pinned = "_".join(map(str, layout.stages))
-        return [f"pinned stages {pinned} hold {sum(layout.stages)} layers but the model has {num_layers}"]
-    return []
+        found.append(f"pinned stages {pinned} hold {sum(layout.stages)} layers but the model has {num_layers}")
+    if layout.schedule and layout.zero == 3 and layout.ways("fsdp") > 1:
+        # A backward in two halves loses weight gradients where parameters are freed between them.
+        found.append(
+            f"-{layout.schedule} under ZeRO-3 gives wrong gradients without an error; keep parameters gathered until "
+            "after backward, with -z2 (or -z1) behind fsdp, or behind cp where there is no fsdp"
+        )
+    return found
 
 
 def _batch_problems(layout: Layout, num_microbatches: int) -> list[str]:

@@ -12,8 +12,7 @@ def resolve(layout: Layout, num_layers: int) -> Layout:
     A pinned split that is the even one, and an identity rank order, are left out, so that two layouts that do the same
     are equal values with one print. Expects a layout that is legal for ``num_layers``.
     """
-    stages = layout.size("pp")
-    split = layout.stages or default_split(num_layers, stages)
+    split = layout.stages or default_split(num_layers, layout.num_stages)
     return dataclasses.replace(
         layout,
         stages=() if len(set(split)) == 1 else split,

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds."""
+"""Which layers each pipeline stage holds, and which pp rank holds each stage."""
 
 from dynatrain.layout.layout import Layout
 
@@ -18,7 +18,19 @@ def default_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def stage_ranges(layout: Layout, num_layers: int) -> tuple[range, ...]:
-    """Global layer numbers of each stage, first stage first."""
-    sizes = layout.stages or default_split(num_layers, layout.size("pp"))
+    """Global layer numbers of each stage, first stage first: of pp x chunks stages."""
+    sizes = layout.stages or default_split(num_layers, layout.num_stages)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(range(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def stage_ranks(layout: Layout) -> tuple[int, ...]:
+    """Index along pp of the rank that holds each stage, first stage first.
+
+    Stages go round the pp ranks; under ``zbv`` they go down them and back up, so that the first and the last stage are
+    on one rank (zero bubble V schedule, arXiv 2401.10241, section 6).
+    """
+    pp, stages = layout.size("pp"), layout.num_stages
+    if layout.schedule == "zbv":
+        return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
+    return tuple(stage % pp for stage in range(stages))

@@ -9,19 +9,32 @@ import difflib
 import hashlib
 import math
 import re
+from collections.abc import Sequence
 
-from dynatrain.layout.form import LayoutError, form_problems
-from dynatrain.layout.layout import AXES, MOST_RANKS, Layout
+from dynatrain.layout.form import CP_METHODS, LayoutError, form_problems
+from dynatrain.layout.layout import AXES, EXPERT_AXES, MOST_RANKS, Axes, Layout
 
 ONE_RANK = "dp1"
 """The text of the layout without any axis."""
 
-_LATER = {"cp": "context parallel", "ep": "expert parallel", "etp": "expert tensor parallel"}
+_NAMES = (*AXES, *EXPERT_AXES)
 _NUMBER = r"[1-9][0-9]*"
-_AXIS = re.compile(rf"(?P<axis>[a-z]+)(?P<size>{_NUMBER})(?P<stages>(?:_[0-9]+)*)(?P<options>(?:-[a-z0-9]+)*)")
+_AXIS = re.compile(
+    rf"(?P<axis>[a-z]+?)(?P<size>{_NUMBER})(?:v(?P<chunks>{_NUMBER}))?"
+    r"(?P<stages>(?:_[0-9]+)*)(?P<options>(?:-[a-z0-9]+)*)"
+)
 _ORDER = re.compile(r"order(?:_(?:0|[1-9][0-9]*))+")
-_CHUNKS = re.compile(rf"pp{_NUMBER}v[0-9]+.*")
-_OPTIONS = {"sp": "tp", "z1": "fsdp", "z2": "fsdp"}
+_OPTIONS = {
+    "sp": ("tp",),
+    "z1": ("fsdp", "cp"),
+    "z2": ("fsdp", "cp"),
+    "ring": ("cp",),
+    "ulysses": ("cp",),
+    "zb": ("pp",),
+    "zbv": ("pp",),
+}
+"""Options, and the axes that each may stand behind. Where both are named, ZeRO's stage stands behind fsdp."""
+_KINDS = ({"sp"}, {"z1", "z2"}, {"ring", "ulysses"}, {"zb", "zbv"})
 _SHOWN_ORDER = 16
 
 
@@ -42,6 +55,7 @@ def parse_layout(text: str) -> Layout:
 def print_layout(layout: Layout) -> str:
     """The canonical text. ``parse_layout`` gives the layout back; an identity order prints as none."""
     parts = [f"{name}{size}{_suffix(layout, name)}" for name, size in layout.axes] or [ONE_RANK]
+    parts += [f"{axis}{layout.size(axis)}" for axis in EXPERT_AXES if layout.size(axis) > 1]
     if layout.order and layout.order != tuple(range(layout.world_size)):
         parts.append("_".join(map(str, ("order", *layout.order))))
     return ".".join(parts)
@@ -57,11 +71,22 @@ def short_layout(layout: Layout) -> str:
 
 
 def _suffix(layout: Layout, axis: str) -> str:
+    zero = f"-z{layout.zero}" if layout.zero != 3 and axis == _zero_axis(layout.axes) else ""
     if axis == "pp":
-        return "".join(f"_{layers}" for layers in layout.stages)
-    if axis == "fsdp" and layout.zero != 3:
-        return f"-z{layout.zero}"
-    return "-sp" if axis == "tp" and layout.sp else ""
+        chunks = f"v{layout.chunks}" if layout.chunks != 1 else ""
+        return chunks + "".join(f"_{layers}" for layers in layout.stages) + _option(layout.schedule)
+    if axis == "cp":
+        return _option("" if layout.cp_method == CP_METHODS[0] else layout.cp_method) + zero
+    return "-sp" if axis == "tp" and layout.sp else zero
+
+
+def _option(name: str) -> str:
+    return f"-{name}" if name else ""
+
+
+def _zero_axis(axes: Axes) -> str:
+    """Behind which axis ZeRO's stage stands."""
+    return "fsdp" if any(name == "fsdp" for name, _ in axes) else "cp"
 
 
 def _read(text: str) -> tuple[Layout, list[str]]:
@@ -70,34 +95,70 @@ def _read(text: str) -> tuple[Layout, list[str]]:
         return Layout(), []
     if not text:
         return Layout(), ["the text is empty; one rank is dp1"]
-    axes: list[tuple[str, int]] = []
-    stages: tuple[int, ...] = ()
-    options: set[str] = set()
+    matches: list[re.Match[str]] = []
     order: tuple[int, ...] = ()
     problems: list[str] = []
     parts = text.split(".")
     for i, part in enumerate(parts):
-        problem = _part_problem(part)
-        if problem:
+        if problem := _part_problem(part):
             problems.append(problem)
         elif part.startswith("order"):
             if i < len(parts) - 1:
                 problems.append(f"{part!r}: the order comes last")
             order = tuple(map(int, part.split("_")[1:]))
         elif match := _AXIS.fullmatch(part):
-            axes.append((match["axis"], int(match["size"])))
-            stages = tuple(map(int, match["stages"].split("_")[1:])) or stages
-            options |= set(match["options"].split("-")[1:])
-    if not axes and not problems:
+            matches.append(match)
+    if not matches and not problems:
         problems.append("no axis is named; one rank is dp1")
-    layout = Layout(
-        axes=tuple(axes),
-        stages=stages,
-        zero=next((int(option[1]) for option in sorted(options) if option.startswith("z")), 3),
+    problems += _place_problems(matches)
+    layout = _made(matches, order)
+    return layout, problems or list(form_problems(layout))
+
+
+def _made(matches: list[re.Match[str]], order: tuple[int, ...]) -> Layout:
+    """The layout of parts that are right, each taken alone."""
+    axes = tuple((match["axis"], int(match["size"])) for match in matches if match["axis"] in AXES)
+    experts = {match["axis"]: int(match["size"]) for match in matches if match["axis"] in EXPERT_AXES}
+    pp = next((match for match in matches if match["axis"] == "pp"), None)
+    options = {option for match in matches for option in match["options"].split("-")[1:]}
+
+    def said(among: set[str], otherwise: str) -> str:
+        return next(iter(sorted(options & among)), otherwise)
+
+    return Layout(
+        axes=axes,
+        chunks=int(pp["chunks"] or 1) if pp else 1,
+        stages=tuple(map(int, pp["stages"].split("_")[1:])) if pp else (),
+        schedule=said(_KINDS[3], ""),
+        zero=int(said(_KINDS[1], "z3")[1]),
+        cp_method=said(_KINDS[2], CP_METHODS[0]),
         sp="sp" in options,
+        ep=experts.get("ep", 1),
+        etp=experts.get("etp", 1),
         order=() if order == tuple(range(len(order))) and len(order) == math.prod(size for _, size in axes) else order,
     )
-    return layout, problems or list(form_problems(layout))
+
+
+def _place_problems(matches: list[re.Match[str]]) -> list[str]:
+    """What is wrong with parts that are right, each taken alone: where they stand, and beside which others."""
+    names = [match["axis"] for match in matches]
+    problems = [f"{axis} appears {names.count(axis)} times; each axis appears once" for axis in _twice(names)]
+    usual = sorted(names, key=lambda name: (name in EXPERT_AXES, EXPERT_AXES.index(name) if name in EXPERT_AXES else 0))
+    if names != usual and not problems:
+        problems.append("ep and etp stand, in this order, behind the axes whose ranks they factor anew")
+    if "fsdp" in names:
+        late = [match for match in matches if match["axis"] == "cp" and {"z1", "z2"} & set(match["options"].split("-"))]
+        problems += [f"{match[0]!r}: ZeRO's stage stands behind fsdp where there is one" for match in late]
+    problems += [f"{match[0]!r}: an axis of size 1 is left out" for match in matches if _is_one(match)]
+    return problems
+
+
+def _is_one(match: re.Match[str]) -> bool:
+    return match["axis"] in EXPERT_AXES and match["size"] == "1"
+
+
+def _twice(names: Sequence[str]) -> list[str]:
+    return [axis for axis in EXPERT_AXES if names.count(axis) > 1]
 
 
 def _part_problem(part: str) -> str:
@@ -109,14 +170,14 @@ def _part_problem(part: str) -> str:
     elif part.startswith("order"):
         if not _ORDER.fullmatch(part):
             rule = "an order is written in full (order_0_2_1_3), not as a hash"
-    elif _CHUNKS.fullmatch(part):
-        rule = "interleaved stages (v) are not built yet; write ppN for plain stages"
-    elif match and match["axis"] in _LATER:
-        rule = f"{_LATER[match['axis']]} ({match['axis']}) is not built yet; axes are {', '.join(AXES)}"
-    elif not match or match["axis"] not in AXES:
-        rule = "a part is an axis and its size, as in dp2, fsdp4-z2, tp2-sp, pp4 or pp4_2_3_4_3"
+    elif not match or match["axis"] not in _NAMES:
+        rule = "a part is an axis and its size, as in dp2, fsdp4-z2, cp2-ring, tp2-sp, pp4_2_3_4_3, pp2v2, ep4, etp2"
     elif match["stages"] and match["axis"] != "pp":
         rule = f"layers per stage belong to pp, not to {match['axis']}"
+    elif match["chunks"] and match["axis"] != "pp":
+        rule = f"interleaved stages (v) belong to pp, not to {match['axis']}"
+    elif match["chunks"] == "1":
+        rule = "v1 goes without saying; leave it out"
     else:
         rule = _option_problem(match["axis"], match["options"].split("-")[1:])
     return f"{part!r}: {rule}" if rule else ""
@@ -128,9 +189,11 @@ def _option_problem(axis: str, options: list[str]) -> str:
     for option in options:
         if option not in _OPTIONS:
             return f"-{option} is not an option; options are {', '.join('-' + name for name in _OPTIONS)}"
-        if _OPTIONS[option] != axis:
-            return f"-{option} belongs to {_OPTIONS[option]}, not to {axis}"
-    return "one option of a kind" if len(options) > 1 else ""
+        if axis not in _OPTIONS[option]:
+            return f"-{option} belongs to {_OPTIONS[option][0]}, not to {axis}"
+    if any(len([option for option in options if option in kind]) > 1 for kind in _KINDS):
+        return "one option of a kind"
+    return "ZeRO's stage comes last" if len(options) == 2 and options[0].startswith("z") else ""
 
 
 def _repaired(text: str) -> str:
@@ -155,12 +218,16 @@ def _axes_of(text: str) -> str:
 def _repaired_part(part: str) -> str:
     if part.startswith("order~"):
         return part.replace("~", "_")
-    match = re.fullmatch(r"([a-z]+)0*([1-9][0-9]*)(?:v[0-9]+)?((?:_[0-9]+)*)-?([a-z0-9]*)", part)
-    words = difflib.get_close_matches(match[1], AXES, n=1) if match and match[1] not in _LATER else []
+    match = re.fullmatch(r"([a-z]+?)0*([1-9][0-9]*)(v[1-9][0-9]*)?((?:_[0-9]+)*)((?:-?[a-z][a-z0-9]*)*)", part)
+    words = difflib.get_close_matches(match[1], _NAMES, n=1) if match else []
     if not match or not words:
         return part
-    axis, size, stages, said = words[0], match[2], match[3], match[4]
-    meant = difflib.get_close_matches(said, [name for name in _OPTIONS if _OPTIONS[name] == axis], n=1, cutoff=0.5)
-    if said and not meant and said not in _OPTIONS:
-        return part
-    return "" if size == "1" else f"{axis}{size}{stages}{'-' + meant[0] if meant else ''}"
+    axis, size, chunks, stages = words[0], match[2], match[3] or "", match[4]
+    own = [name for name, axes in _OPTIONS.items() if axis in axes]
+    options: list[str] = []
+    for said in re.findall(r"[a-z][a-z0-9]*", match[5]):
+        meant = [said] if said in own else difflib.get_close_matches(said, own, n=1, cutoff=0.5)
+        if not meant and said not in _OPTIONS:
+            return part
+        options += [f"-{name}" for name in meant if f"-{name}" not in options]
+    return "" if size == "1" else f"{axis}{size}{'' if chunks == 'v1' else chunks}{stages}{''.join(sorted(options))}"

@@ -1,12 +1,13 @@
 """What is wrong with a plan record as read from JSON: its form, and what its tensors could not be in its layouts."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dynatrain.layout.form import LayoutError
-from dynatrain.layout.layout import AXES, Layout
+from dynatrain.layout.layout import SHARD_AXES, Layout, name_of
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.fields import Rule, count, flag, hexadecimal, one_of, problems_of, text
 from dynatrain.observe.modes import DECIDED, mode_problem
@@ -17,7 +18,11 @@ _MOST_BYTES = 1 << 60
 
 
 def _cut(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and one_of(*AXES[1:])(value[0]) and count(value[1])
+    return isinstance(value, list) and len(value) == 2 and _shards(value[0]) and count(value[1])
+
+
+def _shards(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(rf"({'|'.join(SHARD_AXES)})([1-9][0-9]{{0,8}})?", value) is not None
 
 
 def _anchor(value: object) -> bool:
@@ -109,12 +114,16 @@ def _of_tensor(one: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Iterato
     for side, layout in layouts.items():
         stages, parts = one[side]["stages"], layout.size("pp")
         yield from _of_cuts(f"{name}, {side}", one[side]["cuts"], dims)
+        try:
+            layout.left_over(axis for axis, _ in one[side]["cuts"])
+        except ValueError as error:
+            yield f"{name}, {side}: {error}"
         if not stages or stages != sorted({stage for stage in stages if stage < parts}):
             yield f"{name}, {side}: stages are {stages}; at least one of 0 .. {parts - 1}, ascending"
 
 
 def _of_cuts(name: str, cuts: Sequence[Sequence[Any]], dims: int) -> Iterator[str]:
-    axes = [axis for axis, _ in cuts]
+    axes = [name_of(axis) for axis, _ in cuts]
     if len(set(axes)) != len(axes):
         yield f"{name}: cut by {', '.join(axes)}; each axis cuts once"
     yield from (f"{name}: {axis} cuts dim {dim}; it has {dims} dims" for axis, dim in cuts if dim >= dims)

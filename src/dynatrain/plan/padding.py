@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 from dynatrain.space.tensor import State, Tensor
 
+GATHERED = ("fsdp", "efsdp")
+"""Axes along which ``fully_shard`` gathers: of the parameters, and of the experts."""
+
 Padded = Callable[[Tensor, State], bool]
 """Whether a state's storage is padded to the ceil-sized fsdp chunk."""
 

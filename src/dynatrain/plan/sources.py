@@ -1,9 +1,9 @@
 """Which holder sends: one closed rule of (tensor, source cell, target rank), equal on every rank.
 
 Under one ownership the pieces of a tensor form a *grid*: the tensor, cut per ``(axis, dim)`` in order into ceil-sized
-chunks. A *cell* is one box of the grid, named by its index along each cut; its holders are its copies over the axes
-that do not cut the tensor and over the stages that hold it. Everything here follows from dividing by chunk sizes: the
-cells that meet a box are found without looking at any rank, and a rank's cell without looking at any other.
+chunks. A *cell* is one box of the grid, named by its index along each cut; its holders are its copies over the digits
+of a rank's number that no cut reads, and over the stages that hold it. Everything here follows from dividing by chunk
+sizes: the cells that meet a box are found without looking at any rank, and a rank's cell without looking at any other.
 
 The rule, for a target rank that needs a part of a source cell:
 
@@ -19,8 +19,8 @@ targets than replicas they share the tensors.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dynatrain.layout.layout import Layout
 from dynatrain.plan.errors import PlanError
+from dynatrain.plan.mesh import Mesh
 from dynatrain.plan.plan import Granule
 from dynatrain.space.box import Box, chunk, intersect, volume, whole
 from dynatrain.space.ownership import Ownership, Placement
@@ -30,26 +30,6 @@ Cell = tuple[int, ...]
 """Index along each cut of a grid; ``()`` where nothing cuts the tensor."""
 
 
-class Mesh:
-    """The ranks of a layout as places of its row-major walk, both ways by lookup."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.size = layout.world_size
-        self.axes = {axis: layout.size(axis) for axis in ("pp", "dp", "fsdp", "tp")}
-        self.strides = layout.strides()
-        self.ranks = layout.order or range(self.size)
-        self._places = {rank: place for place, rank in enumerate(layout.order)}
-
-    def place(self, rank: int) -> int:
-        """Place of ``rank`` in the walk."""
-        return self._places[rank] if self._places else rank
-
-    def along(self, axis: str, place: int) -> int:
-        """Index along ``axis`` at ``place``."""
-        size = self.axes[axis]
-        return place // self.strides[axis] % size if size > 1 else 0
-
-
 class Grid:
     """The cells of one family of tensors under one ownership, and who holds them."""
 
@@ -57,12 +37,11 @@ class Grid:
         self._shape = shape
         self._mesh = mesh
         self._stages = frozenset(placement.stages)
-        self._cuts = tuple((axis, dim, mesh.axes[axis]) for axis, dim in placement.cuts)
-        cut = {axis for axis, _ in placement.cuts}
-        offsets = [stage * mesh.strides["pp"] for stage in placement.stages]
-        for axis in ("dp", "fsdp", "tp"):
-            if axis not in cut:
-                offsets = [at + i * mesh.strides[axis] for at in offsets for i in range(mesh.axes[axis])]
+        self._digits = tuple(mesh.layout.digit(axis) for axis, _ in placement.cuts)
+        self._cuts = tuple((dim, ways) for (_, dim), (_, ways) in zip(placement.cuts, self._digits, strict=True))
+        offsets = [stage * mesh.stage_size for stage in placement.stages]
+        for stride, ways in mesh.layout.left_over(axis for axis, _ in placement.cuts):
+            offsets = [at + i * stride for at in offsets for i in range(ways)]
         self._offsets = offsets
         self._copies = {offset: copy for copy, offset in enumerate(offsets)}
         self._owners: dict[Cell, tuple[int, ...]] = {}
@@ -71,21 +50,20 @@ class Grid:
         """The cell that ``rank`` holds (perhaps of no elements); None outside the tensor's stages and the world."""
         if rank >= self._mesh.size:
             return None
-        place = self._mesh.place(rank)
-        if self._mesh.along("pp", place) not in self._stages:
+        number = self._mesh.numbers[rank]
+        if number // self._mesh.stage_size not in self._stages:
             return None
-        return tuple(self._mesh.along(axis, place) for axis, _, _ in self._cuts)
+        return tuple([number // stride % ways for stride, ways in self._digits])
 
     def box(self, cell: Cell) -> Box:
         """The box of ``cell`` in the tensor; empty for a trailing cell that got nothing."""
         box = list(whole(self._shape))
-        for (_, dim, ways), index in zip(self._cuts, cell, strict=True):
+        for (dim, ways), index in zip(self._cuts, cell, strict=True):
             box[dim] = chunk(*box[dim], ways, index)
         return tuple(box)
 
     def _base(self, cell: Cell) -> int:
-        strides = self._mesh.strides
-        return sum(strides[axis] * index for (axis, _, _), index in zip(self._cuts, cell, strict=True))
+        return sum(stride * index for (stride, _), index in zip(self._digits, cell, strict=True))
 
     def owners(self, cell: Cell) -> tuple[int, ...]:
         """The ranks that hold ``cell``, by copy number."""
@@ -97,7 +75,7 @@ class Grid:
 
     def copy_of(self, rank: int, cell: Cell) -> int:
         """Which copy of ``cell`` its holder ``rank`` has."""
-        return self._copies[self._mesh.place(rank) - self._base(cell)]
+        return self._copies[self._mesh.numbers[rank] - self._base(cell)]
 
     def cells(self) -> Iterator[Cell]:
         """All cells that have elements."""
@@ -109,7 +87,7 @@ class Grid:
         if not volume(box):
             return []
         found: list[tuple[Cell, Box]] = [((), whole(self._shape))]
-        for _, dim, ways in self._cuts:
+        for dim, ways in self._cuts:
             start, stop = box[dim]
             deeper: list[tuple[Cell, Box]] = []
             for cell, outer in found:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dynatrain.layout.layout import Layout
 from dynatrain.plan.build import Adoptable, always
-from dynatrain.plan.padding import Padded, fsdp_pads
+from dynatrain.plan.mesh import Mesh
+from dynatrain.plan.padding import GATHERED, Padded, fsdp_pads
 from dynatrain.plan.table import Ints
 from dynatrain.space.ownership import Ownership, Placement
 from dynatrain.space.tensor import ITEMSIZE, Catalogue
@@ -39,8 +39,10 @@ class PieceTable:
     """Pieces of all ranks under one ownership, computed once per (shape, placement)."""
 
     def __init__(self, ownership: Ownership, ranks: int) -> None:
-        self._at = _coordinates(ownership.layout, ranks)
         self._layout = ownership.layout
+        self._ranks = ranks
+        self._numbers = np.zeros(ranks, np.int64)
+        self._numbers[: self._layout.world_size] = Mesh(self._layout).numbers
         self._found: dict[tuple[tuple[int, ...], Placement], Pieces] = {}
 
     def pieces(self, shape: tuple[int, ...], placement: Placement) -> Pieces:
@@ -51,27 +53,18 @@ class PieceTable:
         return self._found[key]
 
     def _pieces(self, shape: tuple[int, ...], placement: Placement) -> Pieces:
-        ranks = len(self._at["pp"])
-        low = np.zeros((ranks, len(shape)), np.int64)
+        low = np.zeros((self._ranks, len(shape)), np.int64)
         high = np.broadcast_to(np.array(shape, np.int64), low.shape).copy()
         room = high.copy()
         for axis, dim in placement.cuts:
-            size = -(-(high[:, dim] - low[:, dim]) // self._layout.size(axis))
-            first = np.minimum(low[:, dim] + self._at[axis] * size, high[:, dim])
+            stride, ways = self._layout.digit(axis)
+            size = -(-(high[:, dim] - low[:, dim]) // ways)
+            first = np.minimum(low[:, dim] + self._numbers // stride % ways * size, high[:, dim])
             low[:, dim], high[:, dim] = first, np.minimum(first + size, high[:, dim])
-            room[:, dim] = size if axis == "fsdp" else high[:, dim] - first
-        return Pieces(low=low, high=high, room=room, held=np.isin(self._at["pp"], placement.stages))
-
-
-def _coordinates(layout: Layout, ranks: int) -> dict[str, Ints]:
-    """Index of every rank along every axis; -1 along pp for ranks outside the world."""
-    place = np.arange(ranks)
-    if layout.order:
-        place[np.array(layout.order)] = np.arange(layout.world_size)
-    strides = layout.strides()
-    at = {axis: place // max(stride, 1) % layout.size(axis) for axis, stride in strides.items()}
-    at["pp"] = np.where(np.arange(ranks) < layout.world_size, at["pp"], -1)
-    return at
+            room[:, dim] = size if axis in GATHERED else high[:, dim] - first
+        held = np.isin(self._numbers // self._layout.digit("pp")[0], placement.stages)
+        held[self._layout.world_size :] = False
+        return Pieces(low=low, high=high, room=room, held=held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -12,12 +12,10 @@ from typing import Any, Self
 
 from dynatrain.layout.legality import ModelLimits
 from dynatrain.space.hf_config import ModelError, decoder_fields, read_json, written_config
-from dynatrain.space.tensor import FIRST, ITEMSIZE, LAST, Catalogue, State, Tensor
+from dynatrain.space.tensor import FIRST, ITEMSIZE, LAST, Catalogue, Cuts, State, Tensor
 
 LLAMA, GPT2 = FAMILIES = ("llama", "gpt2")
 """Families of decoders: see :class:`DecoderShape`."""
-
-Cuts = tuple[tuple[str, int], ...]
 
 _ROWS: Cuts = (("tp", 0), ("fsdp", 0))
 _COLUMNS: Cuts = (("tp", 1), ("fsdp", 0))
@@ -195,8 +193,9 @@ def _block(shape: DecoderShape) -> Parameters:
     Hd, Kd = shape.num_attention_heads * d, shape.num_key_value_heads * d  # noqa: N806
     yield from _norm(shape, "input_layernorm", D)
     yield from _linear(shape, "self_attn.q_proj", (Hd, D), _ROWS)
-    yield from _linear(shape, "self_attn.k_proj", (Kd, D), _ROWS)
-    yield from _linear(shape, "self_attn.v_proj", (Kd, D), _ROWS)
+    heads: Cuts = ((f"tp{shape.num_key_value_heads}", 0), ("fsdp", 0))  # whole: more tp ranks than heads hold copies
+    yield from _linear(shape, "self_attn.k_proj", (Kd, D), heads)
+    yield from _linear(shape, "self_attn.v_proj", (Kd, D), heads)
     yield from _linear(shape, "self_attn.o_proj", (D, Hd), _COLUMNS)
     if shape.qk_norm:
         yield from _norm(shape, "self_attn.q_norm", d)
@@ -218,4 +217,4 @@ def _linear(shape: DecoderShape, name: str, out_by_in: tuple[int, int], cuts: Cu
     yield f"{name}.weight", out_by_in, cuts
     if shape.family == GPT2:
         # Where tp cuts the sum over the inputs, the bias is added once, after the sum: all its ranks hold a copy.
-        yield f"{name}.bias", out_by_in[:1], _ROWS if cuts == _ROWS else _SHARDED
+        yield f"{name}.bias", out_by_in[:1], _SHARDED if cuts == _COLUMNS else cuts

@@ -4,18 +4,18 @@ An :class:`Ownership` is a layout plus, per tensor, a :class:`Placement`: which 
 stages hold the tensor. It is either *computed* from a catalogue's declarations (:func:`declared`) or *read* from live
 modules (``dynatrain.train``); both give the same type, and a test holds them equal.
 
-The box of a rank is the whole tensor, cut per ``(axis, dim)`` in order - tp first, fsdp last - with torch's ceil-sized
-chunks. DTensor's own offset arithmetic is wrong for uneven nested cuts, so it is never asked.
+The box of a rank is the whole tensor, cut per ``(axis, dim)`` in order - tp (or ep, etp) first, fsdp (or efsdp) last -
+with torch's ceil-sized chunks. DTensor's own offset arithmetic is wrong for uneven nested cuts, so it is never asked.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dynatrain.layout.layout import Layout
-from dynatrain.layout.stages import stage_ranges
+from dynatrain.layout.layout import Layout, name_of
+from dynatrain.layout.stages import stage_ranges, stage_ranks
 from dynatrain.space.box import Box, chunk, whole
-from dynatrain.space.tensor import FIRST, Catalogue, Tensor
+from dynatrain.space.tensor import FIRST, Catalogue, Cuts, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,12 @@ class Placement:
     """How one tensor lies under one layout.
 
     Attributes:
-        cuts: ``(axis, dim)`` in cutting order; axes of size 1 are left out.
-        stages: pp indices of the stages that hold it, ascending.
+        cuts: ``(axis, dim)`` in cutting order, axes as :meth:`~dynatrain.layout.layout.Layout.digit` takes them; those
+            of one way are left out.
+        stages: indices along pp of the ranks that hold it, ascending.
     """
 
-    cuts: tuple[tuple[str, int], ...]
+    cuts: Cuts
     stages: tuple[int, ...]
 
 
@@ -46,19 +47,20 @@ class Ownership:
     def box(self, tensor: Tensor, rank: int) -> Box | None:
         """The box of ``tensor`` that ``rank`` owns: possibly empty, None where another stage holds the tensor."""
         placement = self.placements[tensor.name]
-        at = self.layout.coordinates(rank)
-        if at.pp not in placement.stages:
+        layout, number = self.layout, self.layout.number(rank)
+        if number // layout.digit("pp")[0] not in placement.stages:
             return None
         box = list(whole(tensor.shape))
         for axis, dim in placement.cuts:
-            box[dim] = chunk(*box[dim], self.layout.size(axis), at.along(axis))
+            stride, ways = layout.digit(axis)
+            box[dim] = chunk(*box[dim], ways, number // stride % ways)
         return tuple(box)
 
     def copies(self, tensor: Tensor) -> int:
         """How many ranks own each element of ``tensor``."""
         placement = self.placements[tensor.name]
-        cut = math.prod(self.layout.size(axis) for axis, _ in placement.cuts)
-        return self.layout.world_size // self.layout.size("pp") // cut * len(placement.stages)
+        left_over = self.layout.left_over(axis for axis, _ in placement.cuts)
+        return math.prod(ways for _, ways in left_over) * len(placement.stages)
 
     def copy_index(self, tensor: Tensor, rank: int) -> int:
         """Which of the ``copies`` the piece of ``rank`` belongs to, in 0 .. copies - 1.
@@ -66,33 +68,60 @@ class Ownership:
         The ranks of one index together hold each element exactly once.
         """
         placement = self.placements[tensor.name]
-        at = self.layout.coordinates(rank)
-        index = placement.stages.index(at.pp)
-        cut = {axis for axis, _ in placement.cuts}
-        for axis in ("dp", "fsdp", "tp"):
-            if axis not in cut:
-                index = index * self.layout.size(axis) + at.along(axis)
+        number = self.layout.number(rank)
+        index = placement.stages.index(number // self.layout.digit("pp")[0])
+        for stride, ways in self.layout.left_over(axis for axis, _ in placement.cuts):
+            index = index * ways + number // stride % ways
         return index
 
 
 def declared(catalogue: Catalogue, layout: Layout, num_layers: int) -> Ownership:
-    """The ownership that a catalogue's declared cuts and anchors give under ``layout``. Needs no model and no torch."""
-    stages = stage_ranges(layout, num_layers)
-    last = len(stages) - 1
-    of_layer = {layer: stage for stage, layers in enumerate(stages) for layer in layers}
+    """The ownership that a catalogue's declared cuts and anchors give under ``layout``. Needs no model and no torch.
+
+    Expects a layout that is legal for the catalogue's model.
+    """
+    ranks = stage_ranks(layout)
+    of_layer = {
+        layer: rank for rank, layers in zip(ranks, stage_ranges(layout, num_layers), strict=True) for layer in layers
+    }
 
     def stage(anchor: int | str) -> int:
         if isinstance(anchor, int):
             return of_layer[anchor]
-        return 0 if anchor == FIRST else last
+        return ranks[0] if anchor == FIRST else ranks[-1]
 
     return Ownership(
         layout=layout,
         placements={
             tensor.name: Placement(
-                cuts=tuple((axis, dim) for axis, dim in tensor.cuts if layout.size(axis) > 1),
-                stages=tuple(sorted({stage(anchor) for anchor in tensor.anchors})),
+                cuts=cuts_under(layout, tensor), stages=tuple(sorted({stage(anchor) for anchor in tensor.anchors}))
             )
             for tensor in catalogue
         },
     )
+
+
+def cuts_under(layout: Layout, tensor: Tensor) -> Cuts:
+    """The declared cuts of ``tensor`` as ``layout`` carries them out.
+
+    A most number of ways that the axis does not exceed says nothing, and is dropped. Where a rank would hold fewer
+    experts than efsdp has ways, efsdp cuts the first dim that nothing else cuts instead, if evenly (FSDP2 shards no
+    other dim than the first unevenly), so that no rank stays idle.
+    """
+    found = []
+    for axis, dim in tensor.cuts:
+        stride, ways = layout.digit(axis)
+        name = name_of(axis)
+        plain = layout.digit(name) == (stride, ways)
+        if ways > 1:
+            found.append((name if plain else axis, _spare_dim(layout, tensor, dim) if name == "efsdp" else dim))
+    return tuple(found)
+
+
+def _spare_dim(layout: Layout, tensor: Tensor, dim: int) -> int:
+    """The dim that efsdp cuts: ``dim``, which is that of the experts, or one to spare where they are too few."""
+    ways = layout.ways("efsdp")
+    experts = -(-tensor.shape[dim] // layout.ep)
+    taken = {cut for _, cut in tensor.cuts}
+    spare = next((at for at in range(len(tensor.shape)) if at not in taken), dim)
+    return spare if experts < ways and tensor.shape[spare] % ways == 0 else dim

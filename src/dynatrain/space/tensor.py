@@ -43,15 +43,22 @@ class State:
     scalar: bool = False
 
 
+Cuts = tuple[tuple[str, int], ...]
+"""``(axis, dim)`` in cutting order; see :class:`Tensor`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One logical tensor.
 
     Attributes:
-        name: canonical name, with *global* layer numbers (``layers.7.attention.wq.weight``).
+        name: canonical name, with *global* layer numbers (``layers.7.attention.wq.weight``). A stack of experts is one
+            tensor: the global number of an expert is its index in dim 0.
         shape: global shape.
-        cuts: ``(axis, dim)`` in cutting order: the dims that tp and fsdp split, tp first. An axis that is absent does
-            not split the tensor: its ranks hold copies.
+        cuts: ``(axis, dim)`` in cutting order: the dims that tp and fsdp split, tp first; of a stack of experts
+            [experts, out, in] those that ep, etp and efsdp split, in this order. An axis that is absent does not split
+            the tensor: its ranks hold copies. ``tp8`` splits at most 8 ways: rows of 8 key/value heads, of which more
+            ranks hold copies.
         anchors: the pipeline places that hold it: a global layer number, or :data:`FIRST` / :data:`LAST`. A tied
             embedding has both, and hence two holders once there are two stages.
         states: the value (``param``) first, then what the optimizer and registered objects keep for it.
@@ -60,7 +67,7 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    cuts: tuple[tuple[str, int], ...]
+    cuts: Cuts
     anchors: tuple[int | str, ...]
     states: tuple[State, ...]
     unit: str

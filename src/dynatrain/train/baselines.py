@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from dynatrain.layout.layout import AXES
+from dynatrain.layout.layout import MESH_AXES
 from dynatrain.space.box import within
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue
@@ -82,7 +82,7 @@ def through_redistribute(source: Held, target: Held, meshes: tuple[DeviceMesh, D
     Raises:
         CannotError: there is no one mesh that both layouts can be written on, or torch cannot do it there.
     """
-    flat = [mesh.size(AXES.index("fsdp")) == mesh.size() for mesh in meshes]
+    flat = [mesh.size(MESH_AXES.index("fsdp")) == mesh.size() for mesh in meshes]
     if source.keys() != target.keys():
         raise CannotError("tensors change stages: redistribute works on one mesh of ranks that all hold them")
     if not any(flat):

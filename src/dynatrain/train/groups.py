@@ -8,7 +8,6 @@ For the same reason the name of a group says which switch made it, and no group 
 come: torch waits inside the store, where nobody can call a thread back.
 """
 
-import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dynatrain.layout.layout import AXES, Coordinates, Layout
+from dynatrain.layout.layout import MESH_AXES, Layout
 from dynatrain.train.torch_private import clear_dtensor_caches, named_group
 
 _POLL = (0.0005, 0.01)  # seconds between two looks: at first, at most
@@ -152,16 +151,19 @@ class GroupPool:
         self._meshes.clear()
 
     def mesh(self, layout: Layout, device_type: str) -> DeviceMesh:
-        """The device mesh of ``layout``: always the axes of ``AXES`` in that order, from pooled groups."""
+        """The device mesh of ``layout``: always the axes of ``MESH_AXES`` in that order, from pooled groups.
+
+        Its axis ``fsdp`` is fsdp x cp: both shard parameters as one.
+        """
         ranks = rank_grid(layout)
-        shape = tuple(layout.size(axis) for axis in AXES)
+        shape = tuple(layout.ways(axis) for axis in MESH_AXES)
         key = (*shape, *ranks)
         if self._base is not None and (found := self._base._meshes.get(key)) is not None:  # noqa: SLF001
             return found
         if key not in self._meshes:
             grid = torch.tensor(ranks, dtype=torch.int).view(shape)
-            mine = [self.get("mesh", axis_members(layout, axis, self.rank)) for axis in AXES]
-            self._meshes[key] = DeviceMesh.from_group(mine, device_type, mesh=grid, mesh_dim_names=AXES)
+            mine = [self.get("mesh", axis_members(layout, axis, self.rank)) for axis in MESH_AXES]
+            self._meshes[key] = DeviceMesh.from_group(mine, device_type, mesh=grid, mesh_dim_names=MESH_AXES)
         return self._meshes[key]
 
     def _find(self, key: _Key) -> dist.ProcessGroup | None:
@@ -190,15 +192,18 @@ class GroupPool:
 
 
 def rank_grid(layout: Layout) -> list[int]:
-    """Ranks in row-major order over ``AXES``."""
-    sizes = [range(layout.size(axis)) for axis in AXES]
-    return [
-        layout.rank_at(Coordinates(pp=pp, dp=dp, fsdp=fsdp, tp=tp)) for pp, dp, fsdp, tp in itertools.product(*sizes)
-    ]
+    """Ranks in row-major order over ``MESH_AXES``."""
+    return [layout.rank_of(number) for number in range(layout.world_size)]
 
 
 def axis_members(layout: Layout, axis: str, rank: int) -> list[int]:
-    """The ranks that differ from ``rank`` along ``axis`` only, in the order of that axis."""
-    at = layout.coordinates(rank)
-    places = {name: at.along(name) for name in AXES}
-    return [layout.rank_at(Coordinates(**{**places, axis: i})) for i in range(layout.size(axis))]
+    """The ranks that differ from ``rank`` along ``axis`` only, in the order of that axis.
+
+    Args:
+        layout: of all ranks.
+        axis: as :meth:`~dynatrain.layout.layout.Layout.digit` takes it: ``fsdp`` is fsdp x cp.
+        rank: one of the members.
+    """
+    stride, ways = layout.digit(axis)
+    first = layout.number(rank) - layout.index(axis, rank) * stride
+    return [layout.rank_of(first + i * stride) for i in range(ways)]

@@ -1,5 +1,6 @@
 """Which layouts a loop may switch to: what its world allows, and what its gradient reduction means."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -9,6 +10,7 @@ from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.nearest import ranked
 from dynatrain.layout.text import parse_layout, print_layout, short_layout
+from dynatrain.layout.untrained import untrained
 from dynatrain.train.torch_private import takes_means
 from dynatrain.train.world import World
 
@@ -25,14 +27,17 @@ _WAYS_OUT = (
 
 
 def whole_world(world_size: int) -> Read:
-    """Reads the layouts that use every rank."""
+    """Reads the layouts that use every rank, of those that can be trained in."""
 
     def read(text: str) -> Layout:
         layout = parse_layout(text)
+        problems = untrained(layout)
         if layout.world_size != world_size:
-            problem = f"it is a layout of {layout.world_size} ranks, the world has {world_size}"
-            near = tuple(print_layout(other) for other in ranked(layout, world_size)[:3])
-            raise LayoutError(f"{text} cannot be used here", (problem,), near)
+            problems.append(f"it is a layout of {layout.world_size} ranks, the world has {world_size}")
+        if problems:
+            able = (other for other in ranked(layout, world_size) if not untrained(other))
+            near = tuple(print_layout(other) for other in itertools.islice(able, 3))
+            raise LayoutError(f"{text} cannot be used here", tuple(problems), near)
         return layout
 
     return read

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dynatrain.data.order import batch_ids
 from dynatrain.execute.pieces import Pool
-from dynatrain.layout.layout import Coordinates, Layout
+from dynatrain.layout.layout import Layout
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.initial import initial_box, initial_rule
 from dynatrain.space.decoder import DecoderShape
@@ -228,7 +228,7 @@ class _Bound:
             grad = local_tensor(param.grad)
             theirs = torch.empty_like(grad)
             other = next(stage for stage in stages if stage != self.at.pp)
-            peer = self.layout.rank_at(Coordinates(pp=other, dp=self.at.dp, fsdp=self.at.fsdp, tp=self.at.tp))
+            peer = self.layout.rank_at(replace(self.at, pp=other))
             works = [dist.irecv(theirs, peer, group=group), dist.isend(grad, peer, group=group)]
             for work in works:
                 work.wait()

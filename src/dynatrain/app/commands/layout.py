@@ -62,8 +62,13 @@ def _record(layout: Layout) -> dict[str, object]:
         "text": print_layout(layout),
         "world_size": layout.world_size,
         "axes": dict(layout.axes),
+        "chunks": layout.chunks,
         "stages": layout.stages,
+        "schedule": layout.schedule,
         "zero": layout.zero,
+        "cp_method": layout.cp_method,
         "sp": layout.sp,
+        "ep": layout.ep,
+        "etp": layout.etp,
         "order": layout.order,
     }
