@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.stages import stage_ranges
 from dynatrain.space.box import Box, chunk, whole
-from dynatrain.space.tensor import FIRST, Catalogue, Tensor
+from dynatrain.space.tensor import FIRST, Catalogue, State, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,18 @@ class Ownership:
     layout: Layout
     placements: Mapping[str, Placement]
 
+    def placed(self, tensor: Tensor, state: State | None = None) -> Placement:
+        """How a state of ``tensor`` lies, by the state's own dims; the tensor itself where no state is named."""
+        placement = self.placements[tensor.name]
+        if state is None or state.like_tensor:
+            return placement
+        return Placement(state.cuts(placement.cuts, len(tensor.shape)), placement.stages)
+
+    def state_box(self, tensor: Tensor, state: State, rank: int) -> Box | None:
+        """As :meth:`box`, of one of its states. A rank whose piece of the tensor is empty may hold elements of it."""
+        box = self.box(tensor, rank)
+        return None if box is None else state.box(box, tensor.shape)
+
     def box(self, tensor: Tensor, rank: int) -> Box | None:
         """The box of ``tensor`` that ``rank`` owns: possibly empty, None where another stage holds the tensor."""
         placement = self.placements[tensor.name]
@@ -54,18 +66,18 @@ class Ownership:
             box[dim] = chunk(*box[dim], self.layout.size(axis), at.along(axis))
         return tuple(box)
 
-    def copies(self, tensor: Tensor) -> int:
-        """How many ranks own each element of ``tensor``."""
-        placement = self.placements[tensor.name]
+    def copies(self, tensor: Tensor, state: State | None = None) -> int:
+        """How many ranks own each element of ``tensor``, or of one of its states."""
+        placement = self.placed(tensor, state)
         cut = math.prod(self.layout.size(axis) for axis, _ in placement.cuts)
         return self.layout.world_size // self.layout.size("pp") // cut * len(placement.stages)
 
-    def copy_index(self, tensor: Tensor, rank: int) -> int:
+    def copy_index(self, tensor: Tensor, rank: int, state: State | None = None) -> int:
         """Which of the ``copies`` the piece of ``rank`` belongs to, in 0 .. copies - 1.
 
         The ranks of one index together hold each element exactly once.
         """
-        placement = self.placements[tensor.name]
+        placement = self.placed(tensor, state)
         at = self.layout.coordinates(rank)
         index = placement.stages.index(at.pp)
         cut = {axis for axis, _ in placement.cuts}
