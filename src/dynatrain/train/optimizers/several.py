@@ -1,6 +1,6 @@
 """Several optimizers as one: what a step, a schedule, a switch and a checkpoint see."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,12 @@ class Several(torch.optim.Optimizer):
         return loss
 
 
-def single(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers that ``optimizer`` is made of: itself where it is one."""
-    for one in optimizer.optimizers if isinstance(optimizer, Several) else (optimizer,):
-        yield from (one,) if one is optimizer else single(one)
+def members(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """``optimizer`` itself, then those that it is made of, where it is several."""
+    inner = optimizer.optimizers if isinstance(optimizer, Several) else ()
+    return (optimizer, *(one for member in inner for one in members(member)))
+
+
+def single(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that update parameters: ``optimizer`` itself, where it is one."""
+    return tuple(one for one in members(optimizer) if not isinstance(one, Several))
