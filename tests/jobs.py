@@ -230,7 +230,8 @@ def distance(world, rank, want):
     found = {}
     tensors = {tensor.name: tensor for tensor in world.catalogue}
     for (name, state), value in world.values().items():
-        box = () if value.ndim == 0 else world.ownership.box(tensors[name], rank)
+        kept = next(one for one in tensors[name].states if one.name == state)
+        box = world.ownership.state_box(tensors[name], kept, rank)
         whole_value = want[name, state]
         part = whole_value[within(box, whole(tuple(whole_value.shape)))]
         assert (part.shape, part.dtype) == (value.shape, value.dtype)

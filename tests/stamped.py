@@ -16,6 +16,12 @@ from dynatrain.space.ownership import declared
 from dynatrain.space.tensor import FIRST, LAST, State, Tensor
 
 LAYERS = 4
+FORMS = (
+    State("codes", "uint8"),
+    State("scale", "float32", block=5),
+    State("row", "float32", reduced=(1,)),
+    State("column", "float64", reduced=(0,)),
+)
 ADAM = (
     State("param", "float32"),
     State("exp_avg", "float32"),
@@ -29,12 +35,12 @@ def _tensor(name, shape, cuts, anchors, states=ADAM):
 
 
 def job():
-    """Uneven rows, both directions of tp, a tied embedding, buffers of odd types, a scalar tensor."""
+    """Uneven rows, both directions of tp, states of every form, a tied embedding, odd buffers, a scalar tensor."""
     found = [_tensor("embedding.weight", (13, 6), (("tp", 0), ("fsdp", 0)), (FIRST, LAST))]
     for layer in range(LAYERS):
         found += [
-            _tensor(f"layers.{layer}.wq", (11, 6), (("tp", 0), ("fsdp", 0)), (layer,)),
-            _tensor(f"layers.{layer}.wo", (6, 12), (("tp", 1), ("fsdp", 0)), (layer,)),
+            _tensor(f"layers.{layer}.wq", (11, 6), (("tp", 0), ("fsdp", 0)), (layer,), ADAM + FORMS * (layer == 2)),
+            _tensor(f"layers.{layer}.wo", (6, 12), (("tp", 1), ("fsdp", 0)), (layer,), ADAM + FORMS * (layer == 1)),
             _tensor(f"layers.{layer}.norm", (6,), (("fsdp", 0),), (layer,)),
         ]
     found += [
@@ -62,7 +68,7 @@ def box_of(catalogue, ownership, granule, rank):
     if rank >= ownership.layout.world_size:
         return None
     box = ownership.box(catalogue[granule[0]], rank)
-    return () if box is not None and catalogue[granule[0]].states[granule[1]].scalar else box
+    return None if box is None else catalogue[granule[0]].states[granule[1]].box(box, catalogue[granule[0]].shape)
 
 
 def granules(catalogue):
@@ -117,14 +123,14 @@ def dtype_of(catalogue, granule):
 
 def stamp(catalogue, granule, box):
     """What ``box`` of a granule must hold: bits that depend on tensor, state and global index."""
-    shape = () if box == () else catalogue[granule[0]].shape
+    shape = catalogue[granule[0]].state_shape(catalogue[granule[0]].states[granule[1]])
     index = torch.arange(volume(whole(shape)), dtype=torch.int64).reshape(shape)[within(box, whole(shape))]
     bits = (index + 1_000_003 * granule[0] + 7_368_787 * granule[1] + 1) * -7046029254386353131
     bits = bits ^ (bits >> 29)
     dtype = dtype_of(catalogue, granule)
     if dtype == torch.bool:
         return (bits >> 40) % 2 == 1
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     return bits.to(integer).view(dtype)
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.keyed import KeyedStream
-from dynatrain.train.optimizer import OptimizerSettings, adamw
+from dynatrain.train.optimizer import OptimizerSettings, optimizer_of
 
 SEED, STEPS, TOKENS = 5, 3, 32
 SHAPES = {
@@ -69,7 +69,7 @@ def train_on_rank(rank, ranks, store, case, sp, shift, answers):
     fill(part, SEED)
     parallelize_module(part, init_device_mesh("cpu", (ranks,)), plan_of(part, sp=sp))
     part.tie()
-    optimizer = adamw(part, OptimizerSettings(lr=1e-2))
+    optimizer = optimizer_of(part, OptimizerSettings(lr=1e-2))
     losses = []
     for step in range(STEPS):
         streams.step = step

@@ -14,6 +14,15 @@ STATES = (
     State("exp_avg_sq", "float64"),
     State("step", "float32", scalar=True),
 )
+ANY_FORM = (
+    *STATES,
+    State("codes", "uint8"),
+    State("scale", "float32", block=3),
+    State("column", "float64", reduced=(0,)),
+    State("row", "float32", reduced=(1,)),
+    State("other_row", "float32", reduced=(1,)),
+)
+"""States of every form, for matrices."""
 ROWS = (("tp", 0), ("fsdp", 0))
 COLUMNS = (("tp", 1), ("fsdp", 0))
 COPIED = (("fsdp", 0),)
@@ -23,16 +32,23 @@ LAYERS = 4
 
 
 def small(
-    *, width: int = 6, inner: int = 10, vocabulary: int = 11, tied: bool = False, layers: int = LAYERS, experts: int = 0
+    *,
+    width: int = 6,
+    inner: int = 10,
+    vocabulary: int = 11,
+    tied: bool = False,
+    layers: int = LAYERS,
+    experts: int = 0,
+    states=STATES,
 ) -> Catalogue:
-    """A catalogue in the form of a decoder's, with sizes that need not divide by anything."""
+    """A catalogue in the form of a decoder's, with sizes that need not divide by anything; matrices have ``states``."""
     anchors = (FIRST, LAST) if tied else (FIRST,)
-    tensors = [Tensor("embed", (vocabulary, width), ROWS, anchors, STATES, "embedding")]
+    tensors = [Tensor("embed", (vocabulary, width), ROWS, anchors, states, "embedding")]
     for layer in range(layers):
         unit = f"layers.{layer}"
         tensors += [
-            Tensor(f"{unit}.up", (inner, width), ROWS, (layer,), STATES, unit),
-            Tensor(f"{unit}.down", (width, inner), COLUMNS, (layer,), STATES, unit),
+            Tensor(f"{unit}.up", (inner, width), ROWS, (layer,), states, unit),
+            Tensor(f"{unit}.down", (width, inner), COLUMNS, (layer,), states, unit),
             Tensor(f"{unit}.norm", (width,), COPIED, (layer,), STATES, unit),
         ]
         if experts:
@@ -42,7 +58,7 @@ def small(
             ]
     tensors.append(Tensor("norm", (width,), COPIED, (LAST,), STATES[:2], "head"))
     if not tied:
-        tensors.append(Tensor("head", (vocabulary, width), ROWS, (LAST,), STATES, "head"))
+        tensors.append(Tensor("head", (vocabulary, width), ROWS, (LAST,), states, "head"))
     return tuple(tensors)
 
 
@@ -57,14 +73,9 @@ def layout(
 @st.composite
 def catalogues(draw: st.DrawFn) -> Catalogue:
     size = st.integers(1, 13)
-    width, inner, vocabulary = draw(size), draw(size), draw(size)
-    return small(
-        width=width,
-        inner=inner,
-        vocabulary=vocabulary,
-        tied=draw(st.booleans()),
-        experts=draw(st.sampled_from((0, 1, 3, 4))),
-    )
+    sizes = {name: draw(size) for name in ("width", "inner", "vocabulary")}
+    experts, states = draw(st.sampled_from((0, 1, 3, 4))), draw(st.sampled_from([STATES, ANY_FORM]))
+    return small(**sizes, tied=draw(st.booleans()), experts=experts, states=states)
 
 
 @st.composite

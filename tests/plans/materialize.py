@@ -25,7 +25,7 @@ def piece_box(tensor, state, ownership, rank):
     if rank >= ownership.layout.world_size:
         return None
     box = ownership.box(tensor, rank)
-    return () if state.scalar and box is not None else box
+    return None if box is None else state.box(box, tensor.shape)
 
 
 def expected(catalogue, ownership, world):
@@ -67,11 +67,11 @@ def materialize(catalogue, old, new, parts):
     return made
 
 
-def brute_force_holders(tensor, box, ownership):
-    """Ranks whose piece holds all of ``box``, by looking at every rank."""
+def brute_force_holders(tensor, state, box, ownership):
+    """Ranks whose piece of a state holds all of ``box``, by looking at every rank."""
     found = []
     for rank in range(ownership.layout.world_size):
-        piece = ownership.box(tensor, rank)
+        piece = piece_box(tensor, state, ownership, rank)
         if piece is not None and all(c <= a and b <= d for (a, b), (c, d) in zip(box, piece, strict=True)):
             found.append(rank)
     return found if volume(box) else []

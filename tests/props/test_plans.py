@@ -25,6 +25,7 @@ from dynatrain.plan.summary import ledger, summarise
 from dynatrain.plan.table import table
 from dynatrain.space.box import intersect, volume
 from dynatrain.space.ownership import declared
+from dynatrain.space.tensor import ITEMSIZE
 
 WAYS = [("keep", False), ("tight", False), ("keep", True), ("tight", True)]
 few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,6 +38,10 @@ def all_parts(catalogue, old, new, schedule, **how):
 
 def sides(catalogue, before, after):
     return declared(catalogue, before, LAYERS), declared(catalogue, after, LAYERS)
+
+
+def every_state(catalogue):
+    return [(tensor, state) for tensor in catalogue for state in tensor.states]
 
 
 def together(verdicts):
@@ -117,7 +122,8 @@ def test_a_source_holds_the_box_and_is_the_nearest_that_does(catalogue, before, 
     for part in parts:
         for move in part.receives:
             if move.box:
-                holders = brute_force_holders(catalogue[move.tensor], move.box, old)
+                tensor = catalogue[move.tensor]
+                holders = brute_force_holders(tensor, tensor.states[move.states[0]], move.box, old)
                 assert move.src in holders
                 assert part.rank not in holders
                 if ranks_per_node is not None:
@@ -129,19 +135,33 @@ def test_a_source_holds_the_box_and_is_the_nearest_that_does(catalogue, before, 
 @given(catalogues(), layouts(), layouts())
 def test_cells_found_by_division_are_those_found_by_looking_at_every_rank(catalogue, before, after):
     old, new = sides(catalogue, before, after)
-    for tensor in catalogue:
-        grid = Grid(tensor.shape, old.placements[tensor.name], Mesh(before))
+    for tensor, state in every_state(catalogue):
+        grid = Grid(tensor.state_shape(state), old.placed(tensor, state), Mesh(before))
         for rank in range(after.world_size):
-            box = new.box(tensor, rank)
+            box = new.state_box(tensor, state, rank)
             if box is None:
                 continue
             slow = {
                 (owner, common)
                 for owner in range(before.world_size)
-                if (piece := old.box(tensor, owner)) is not None and (common := intersect(piece, box))
+                if (piece := old.state_box(tensor, state, owner)) is not None
+                and (common := intersect(piece, box)) is not None
             }
             fast = {(owner, common) for cell, common in grid.meeting(box) for owner in grid.owners(cell)}
             assert fast == slow
+
+
+@few
+@given(catalogues(), layouts())
+def test_each_copy_of_a_state_has_every_element_once(catalogue, where):
+    own = declared(catalogue, where, LAYERS)
+    for tensor, state in every_state(catalogue):
+        times = np.zeros((own.copies(tensor, state), *tensor.state_shape(state)), np.int64)
+        for rank in range(where.world_size):
+            box = own.state_box(tensor, state, rank)
+            if box is not None:
+                times[own.copy_index(tensor, rank, state), *(slice(*ends) for ends in box)] += 1
+        assert (times == 1).all()
 
 
 @few
@@ -176,7 +196,6 @@ def test_a_tight_order_holds_its_bound_or_names_a_budget_that_does(catalogue, be
 def test_storage_is_the_boxes_and_pads_parameters_to_the_largest_shard(catalogue, where):
     own = declared(catalogue, where, LAYERS)
     stored = storage(catalogue, own, own)
-    size = {"float32": 4, "float64": 8}
     for rank in range(where.world_size):
         total = 0
         for tensor in catalogue:
@@ -193,8 +212,8 @@ def test_storage_is_the_boxes_and_pads_parameters_to_the_largest_shard(catalogue
                 and (other := own.box(tensor, peer)) is not None
             ]
             for state in tensor.states:
-                elements = 1 if state.scalar else volume(box)
+                elements = volume(state.box(box, tensor.shape))
                 if state.name == "param":
                     elements = max(volume(piece) for piece in group)
-                total += elements * size[state.dtype]
+                total += elements * ITEMSIZE[state.dtype]
         assert stored.old[rank] == stored.new[rank] == total

@@ -13,7 +13,7 @@ from torch.nn import functional
 from dynatrain.models.decoder import DecoderPart, canonical_name
 from dynatrain.models.keyed import KeyedStream
 from dynatrain.space.decoder import catalogue
-from dynatrain.train.optimizer import OptimizerSettings, adamw
+from dynatrain.train.optimizer import OptimizerSettings, optimizer_of
 
 SHAPES = {
     "untied": small_shape(),
@@ -53,7 +53,7 @@ def test_plain_training_of_a_whole_part_equals_the_oracle(shape):
     part = whole_part(shape)
     start = weights_of(part)
     batches = [random_batch(shape, step, micro_batches=3, samples=2, tokens=32) for step in range(6)]
-    optimizer = adamw(part, OptimizerSettings())
+    optimizer = optimizer_of(part, OptimizerSettings())
     losses, rates = [], [1e-2 / 2, 1e-2, 1e-2]
     rates += [1e-2 * (0.55 + 0.45 * math.cos(math.pi * i / 4)) for i in (1, 2, 3)]
     for step, batch in enumerate(batches):

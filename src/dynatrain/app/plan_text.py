@@ -127,5 +127,4 @@ def _bytes(change: Change, move: Move) -> int:
 def _held(change: Change, granule: tuple[int, int], rank: int) -> int:
     tensor = change.catalogue[granule[0]]
     state = tensor.states[granule[1]]
-    box = () if state.scalar else change.new.box(tensor, rank)
-    return volume(box or ()) * ITEMSIZE[state.dtype]
+    return volume(change.new.state_box(tensor, state, rank) or ()) * ITEMSIZE[state.dtype]

@@ -13,7 +13,8 @@ from dynatrain.judge.shelves import judge_shelf
 from dynatrain.observe.checkpoints import MANIFEST, CheckpointError, Manifest, damaged, named_step
 from dynatrain.observe.run import RunFolder
 from dynatrain.plan.plan import Boxes
-from dynatrain.space.decoder import ADAMW, catalogue
+from dynatrain.space.decoder import catalogue
+from dynatrain.space.optimizers import OPTIMIZERS, beside
 from dynatrain.space.presets import resolve_model
 from dynatrain.space.tensor import Catalogue, State, Tensor
 
@@ -57,20 +58,13 @@ def _inside(path: Path, manifest: Manifest) -> tuple[str, ...]:
 
 
 def _held(folder: "DcpFolder") -> tuple[Catalogue, Boxes]:
-    """The tensors of a folder, each with its states, and the boxes that the files have of them."""
-    kept: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    """The states in a folder, each as a tensor of its own shape, and the boxes that the files have of them."""
+    tensors, boxes = [], {}
     for key, place in folder.places.items():
         if key in folder.shapes:
             tensor, state = _state_of(place)
-            kept[tensor][state] = key
-    tensors, boxes = [], {}
-    for index, (name, keys) in enumerate(kept.items()):
-        shape = max((folder.shapes[key] for key in keys.values()), key=len)
-        states = []
-        for number, (state, key) in enumerate(keys.items()):
-            boxes[index, number] = tuple(one.box for one in folder.stored(key))
-            states.append(State(state, "float32", scalar=folder.shapes[key] == ()))
-        tensors.append(Tensor(name, shape, (), (), tuple(states), ""))
+            boxes[len(tensors), 0] = tuple(one.box for one in folder.stored(key))
+            tensors.append(Tensor(tensor, folder.shapes[key], (), (), (State(state, "float32"),), ""))
     return tuple(tensors), boxes
 
 
@@ -86,25 +80,30 @@ def _state_of(place: Sequence[str | int]) -> tuple[str, str]:
 
 def _missing(path: Path, manifest: Manifest, tensors: Catalogue) -> Iterator[str]:
     """States that the manifest promises and no tensor has; and, in a run, what the run's model has and this not."""
-    found = {tensor.name: {state.name for state in tensor.states} for tensor in tensors}
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for tensor in tensors:
+        found[tensor.name] |= {state.name for state in tensor.states}
     held = set().union(*found.values()) | {"buffer"}
     yield from (f"the manifest promises {state}, which no tensor has" for state in manifest.states if state not in held)
     run = RunFolder(path.absolute().parent.parent)
     if not run.exists:
         return
     try:
-        shape = resolve_model(config_of(run).model.config)
+        config = config_of(run)
+        shape = resolve_model(config.model.config)
     except ValueError as error:
         if not is_mistake(error):
             raise
         yield f"the model of run {run.name} cannot be made out: {error}"
         return
-    rules = () if manifest.weights_only else ADAMW
+    model = catalogue(shape, optimizer_states=())
+    if not manifest.weights_only:
+        model = beside(model, OPTIMIZERS[config.optimizer.name])
     gone = [
         f"{tensor.name} {state.name}: the run's model has it, the files not"
-        for tensor in catalogue(shape, optimizer_states=rules)
+        for tensor in model
         for state in tensor.states
-        if state.name not in found.get(tensor.name, ())
+        if state.name not in found[tensor.name]
     ]
     yield from gone[:_SHOWN]
     if len(gone) > _SHOWN:

@@ -64,16 +64,22 @@ class Batch(Section):
 
 
 class Optimizer(Section):
-    """AdamW and its learning rate: linear warm-up, then a cosine down to a floor, in steps."""
+    """The optimizer and its learning rate: linear warm-up, then a cosine down to a floor, in steps."""
 
+    name: Literal["adamw", "sgd", "adafactor", "muon", "adamw8bit"] = "adamw"
+    """Which; muon leaves embeddings, head and vectors to AdamW, adamw8bit keeps the moments of matrices in bytes."""
     lr: Positive = 1e-3
     """Highest learning rate."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
-    """Decay of the first and of the second moment, per step."""
+    """Decay of AdamW's first and second moment, per step."""
     eps: Positive = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of AdamW's second moment."""
+    momentum: Annotated[BelowOne, Field(gt=0)] = 0.9
+    """Decay of the momentum of sgd and muon, per step."""
+    bf16_newton_schulz: bool = False
+    """Have muon make updates orthogonal in bf16: faster; then layouts agree to a few digits only."""
     weight_decay: NotNegative = 0.1
-    """Decoupled decay, as a multiple of the learning rate."""
+    """Decay of matrices as a multiple of the learning rate: decoupled, in sgd added to the gradient."""
     warmup_steps: WholeNumber | None = None
     """Steps until the learning rate is at its highest; by default a tenth of all, at most 10."""
     min_lr_ratio: Share = 0.1

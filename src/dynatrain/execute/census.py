@@ -175,7 +175,7 @@ def _walk(
 
     def grid(tensor: Tensor, state: State, of: Ownership) -> _Grid:
         # Tensors of equal shape and placement, as in every layer, share one grid.
-        key = (id(of), tensor.state_shape(state), tensor.shape, of.placements[tensor.name])
+        key = (id(of), state.form, tensor.shape, of.placements[tensor.name])
         if key not in known:
             known[key] = _grid(tensor, state, of)
         return known[key]
@@ -186,14 +186,12 @@ def _walk(
 
 
 def _grid(tensor: Tensor, state: State, ownership: Ownership) -> _Grid:
-    held = {rank: ownership.box(tensor, rank) for rank in range(ownership.layout.world_size)}
-    if state.scalar:
-        # Every holder of the tensor has the whole of it, so each is a copy of its own.
-        ranks = [rank for rank, box in held.items() if box is not None]
-        return _Grid(((),), {rank: (copy, 0) for copy, rank in enumerate(ranks)})
+    held = {rank: ownership.state_box(tensor, state, rank) for rank in range(ownership.layout.world_size)}
     boxes = {rank: box for rank, box in held.items() if box is not None and all(start < stop for start, stop in box)}
     cells = tuple(sorted(set(boxes.values())))
-    return _Grid(cells, {rank: (ownership.copy_index(tensor, rank), cells.index(box)) for rank, box in boxes.items()})
+    return _Grid(
+        cells, {rank: (ownership.copy_index(tensor, rank, state), cells.index(box)) for rank, box in boxes.items()}
+    )
 
 
 def _tables(vector: torch.Tensor, catalogue: Catalogue, ownership: Ownership, cut: Ownership) -> list[list[list[int]]]:

@@ -58,15 +58,15 @@ def by_state(moves: MoveTable, dims: int) -> Rows:
     )
 
 
-def adopted_rows(catalogue: Catalogue, new: Holdings, tensor: Ints, state: Ints, rank: Ints) -> Rows:
+def adopted_rows(new: Holdings, tensor: Ints, state: Ints, rank: Ints) -> Rows:
     """Adopted pieces as rows: the whole new piece."""
-    kind = new.kinds(catalogue, tensor, state)
+    kind = new.kinds(tensor, state)
     return Rows(tensor=tensor, state=state, low=new.low[kind, rank], high=new.high[kind, rank], src=rank, dst=rank)
 
 
 def misplaced(catalogue: Catalogue, old: Holdings, new: Holdings, moves: Rows) -> tuple[str, ...]:
     """Moves that are empty, leave a piece that their source does not hold, or miss the piece of their target."""
-    kind, other = (side.kinds(catalogue, moves.tensor, moves.state) for side in (old, new))
+    kind, other = (side.kinds(moves.tensor, moves.state) for side in (old, new))
     empty = (moves.low >= moves.high).any(axis=1)
     faults = (
         (empty, "is empty", moves.dst),
@@ -95,10 +95,10 @@ def _inside(rows: Rows, side: Holdings, kind: Ints, rank: Ints) -> Flags:
 
 def unadoptable(catalogue: Catalogue, old: Holdings, new: Holdings, adopted: Rows) -> tuple[str, ...]:
     """Adopted pieces that are not the same, non-empty box before and after."""
-    kind = old.kinds(catalogue, adopted.tensor, adopted.state)
+    kind = old.kinds(adopted.tensor, adopted.state)
     at = kind, adopted.dst
     equal = (adopted.low == old.low[at]).all(axis=1) & (adopted.high == old.high[at]).all(axis=1) & old.held[at]
-    other = new.kinds(catalogue, adopted.tensor, adopted.state)
+    other = new.kinds(adopted.tensor, adopted.state)
     wrong = ~equal | (new.volume()[other, adopted.dst] == 0)
     return shown(
         [
@@ -123,12 +123,12 @@ def coverage(
     granules = [(index, at) for index, tensor in enumerate(catalogue) for at in range(len(tensor.states))]
     tensor, state = (np.array(column, np.int64) for column in zip(*granules, strict=True))
     expected = np.zeros((len(catalogue), width, world), np.int64)
-    expected[tensor[:, None], state[:, None], ranks] = new.volume()[new.kinds(catalogue, tensor, state)][:, ranks]
+    expected[tensor[:, None], state[:, None], ranks] = new.volume()[new.kinds(tensor, state)][:, ranks]
     counts = _Counts(expected=expected, written=np.zeros_like(expected))
     volumes = (written.high - written.low).clip(min=0).prod(axis=1)
     np.add.at(counts.written, (written.tensor, written.state, written.dst), volumes)
     key = np.ravel_multi_index((written.tensor, written.state, written.dst), expected.shape)
-    kind = new.kinds(catalogue, written.tensor, written.state)
+    kind = new.kinds(written.tensor, written.state)
     suspects = (counts.written != expected).ravel()
     suspects[key[~_inside(written, new, kind, written.dst)]] = True
     suspects[key[_overlapping(written, key)]] = True
@@ -190,7 +190,7 @@ def _look_closely(
     problems = []
     for at, start, stop in zip(suspects, first, last, strict=True):
         tensor, state, rank = (int(i) for i in np.unravel_index(at, counts.expected.shape))
-        kind = int(new.kinds(catalogue, np.array([tensor]), np.array([state]))[0])
+        kind = int(new.kinds(np.array([tensor]), np.array([state]))[0])
         low, high = new.low[kind, rank], new.high[kind, rank]
         if not new.held[kind, rank]:
             high = low

@@ -4,7 +4,7 @@ The builder finds pieces by dividing; here every rank's box is asked of the owne
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from dynatrain.plan.padding import GATHERED, Padded
 from dynatrain.space.box import shape_of
 from dynatrain.space.ownership import Ownership, Placement
-from dynatrain.space.tensor import ITEMSIZE, Catalogue, Tensor
+from dynatrain.space.tensor import ITEMSIZE, Catalogue, State, Tensor
 
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -23,8 +23,7 @@ class Holdings:
     """Boxes of all ranks under one ownership; tensors that lie alike share a *kind*.
 
     Attributes:
-        kind: of each tensor's states that have its shape, (tensors,).
-        scalar_kind: of each tensor's scalars, (tensors,).
+        kind: of each state of each tensor, (tensors, most states); 0 beyond a tensor's states.
         low: first index of the box along each dim, (kinds, ranks, dims); 0 for dims that the tensor lacks.
         high: one past the last, (kinds, ranks, dims); 1 for dims that the tensor lacks.
         room: rows of padded storage along each dim, (kinds, ranks, dims).
@@ -32,19 +31,14 @@ class Holdings:
     """
 
     kind: Ints
-    scalar_kind: Ints
     low: Ints
     high: Ints
     room: Ints
     held: Flags
 
-    def kinds(self, catalogue: Catalogue, tensor: Ints, state: Ints) -> Ints:
+    def kinds(self, tensor: Ints, state: Ints) -> Ints:
         """The kind of each ``(tensor, state)``."""
-        width = max(len(one.states) for one in catalogue)
-        scalar = np.zeros((len(catalogue), width), np.bool_)
-        for index, one in enumerate(catalogue):
-            scalar[index, : len(one.states)] = [held.scalar for held in one.states]
-        return np.where(scalar[tensor, state], self.scalar_kind[tensor], self.kind[tensor])
+        return np.asarray(self.kind[tensor, state])
 
     def volume(self) -> Ints:
         """Elements of each piece, (kinds, ranks)."""
@@ -53,7 +47,7 @@ class Holdings:
     def storage(self, catalogue: Catalogue, granules: list[tuple[int, int]], padded: Padded) -> Ints:
         """Bytes of storage of each granule on each rank, (granules, ranks)."""
         tensor, state = (np.array(column, np.int64) for column in zip(*granules, strict=True))
-        kind = self.kinds(catalogue, tensor, state)
+        kind = self.kinds(tensor, state)
         pads = np.array([padded(catalogue[t], catalogue[t].states[s]) for t, s in granules])
         size = np.array([ITEMSIZE[catalogue[t].states[s].dtype] for t, s in granules], np.int64)
         roomy = np.where(self.held, self.room.prod(axis=2), 0)
@@ -65,32 +59,23 @@ def holdings(catalogue: Catalogue, ownership: Ownership, ranks: int) -> Holdings
     dims = max((len(tensor.shape) for tensor in catalogue), default=0)
     kinds: dict[tuple[object, ...], int] = {}
     pieces: list[tuple[Ints, Ints, Ints, Flags]] = []
-
-    def kind_of(tensor: Tensor, placement: Placement) -> int:
-        key = tensor.shape, placement.cuts, placement.stages
-        if key not in kinds:
-            kinds[key] = len(kinds)
-            pieces.append(_pieces(tensor, Ownership(ownership.layout, {tensor.name: placement}), ranks, dims))
-        return kinds[key]
-
-    kind = [kind_of(tensor, ownership.placements[tensor.name]) for tensor in catalogue]
-    scalar_kind = [
-        kind_of(replace(tensor, shape=()), Placement((), ownership.placements[tensor.name].stages))
-        for tensor in catalogue
-    ]
+    kind = np.zeros((len(catalogue), max(len(tensor.states) for tensor in catalogue)), np.int64)
+    for index, tensor in enumerate(catalogue):
+        placement = ownership.placements[tensor.name]
+        for at, state in enumerate(tensor.states):
+            key = tensor.shape, placement.cuts, placement.stages, state.form
+            if key not in kinds:
+                kinds[key] = len(kinds)
+                pieces.append(_pieces(tensor, state, ownership, ranks, dims))
+            kind[index, at] = kinds[key]
     low, high, room, held = (np.stack(part) for part in zip(*pieces, strict=True))
-    return Holdings(
-        kind=np.array(kind, np.int64),
-        scalar_kind=np.array(scalar_kind, np.int64),
-        low=low,
-        high=high,
-        room=room,
-        held=held,
-    )
+    return Holdings(kind=kind, low=low, high=high, room=room, held=held)
 
 
-def _pieces(tensor: Tensor, ownership: Ownership, ranks: int, dims: int) -> tuple[Ints, Ints, Ints, Flags]:
-    """Low, high, room and held of one tensor on all ranks."""
+def _pieces(
+    tensor: Tensor, state: State, ownership: Ownership, ranks: int, dims: int
+) -> tuple[Ints, Ints, Ints, Flags]:
+    """Low, high, room and held of one state of a tensor on all ranks."""
     shape = (ranks, dims)
     low, high, room = np.zeros(shape, np.int64), np.ones(shape, np.int64), np.ones(shape, np.int64)
     held = np.zeros(ranks, np.bool_)
@@ -103,9 +88,9 @@ def _pieces(tensor: Tensor, ownership: Ownership, ranks: int, dims: int) -> tupl
         if box is None:
             continue
         held[rank] = True
-        for dim, (start, stop) in enumerate(box):
+        for dim, (start, stop) in enumerate(state.box(box, tensor.shape)):
             low[rank, dim], high[rank, dim], room[rank, dim] = start, stop, stop - start
-        if gathered is not None:
+        if gathered is not None and state.like_tensor:
             # An fsdp group gathers equal chunks: each is what its largest member needs.
             axis, dim = gathered
             rows = shape_of(group.box(tensor, rank) or ())[dim]

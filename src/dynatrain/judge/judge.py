@@ -154,7 +154,7 @@ class _Case:
             for tensor, state, rank in zip(*(column[~known] for column in adopted), strict=True)
         ]
         tensor, state, rank = (column[known] for column in adopted)
-        kept = adopted_rows(self.catalogue, self.new, tensor, state, rank)
+        kept = adopted_rows(self.new, tensor, state, rank)
         covered, uncovered = coverage(self.catalogue, self.new, arriving.joined(kept), self.ranks)
         return Verdict(
             coverage=covered,

@@ -77,8 +77,8 @@ def _held(catalogue: Catalogue, owner: Ownership, rank: int) -> Iterator[tuple[G
     for index, tensor in enumerate(catalogue):
         box = owner.box(tensor, rank)
         for number, state in enumerate(tensor.states):
-            if box is not None and volume(() if state.scalar else box):
-                yield (index, number), () if state.scalar else box
+            if box is not None and volume(piece := state.box(box, tensor.shape)):
+                yield (index, number), piece
 
 
 def _covers(box: Box, parts: Sequence[Box]) -> str:

@@ -34,6 +34,7 @@ def _node(value: object) -> bool:
 
 
 _PLACEMENT: Rule = {"cuts": [_cut], "stages": [count]}
+_STATE: Rule = {"name": text, "dtype": one_of(*ITEMSIZE), "scalar": flag, "reduced": [count], "block": count}
 _RECORD: Rule = {
     "schema": count,
     "from": text,
@@ -54,7 +55,7 @@ _RECORD: Rule = {
                 "shape": [count],
                 "cuts": [_cut],
                 "anchors": [_anchor],
-                "states": [{"name": text, "dtype": one_of(*ITEMSIZE), "scalar": flag}],
+                "states": [_STATE],
                 "unit": text,
             },
             "old": _PLACEMENT,
@@ -110,6 +111,8 @@ def _of_tensor(one: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Iterato
     name, dims = tensor["name"], len(tensor["shape"])
     if not tensor["states"]:
         yield f"{name} has no state"
+    for state in tensor["states"]:
+        yield from _of_form(f"{name} {state['name']}", state, dims)
     yield from _of_cuts(name, tensor["cuts"], dims)
     for side, layout in layouts.items():
         stages, parts = one[side]["stages"], layout.size("pp")
@@ -120,6 +123,16 @@ def _of_tensor(one: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Iterato
             yield f"{name}, {side}: {error}"
         if not stages or stages != sorted({stage for stage in stages if stage < parts}):
             yield f"{name}, {side}: stages are {stages}; at least one of 0 .. {parts - 1}, ascending"
+
+
+def _of_form(name: str, state: Mapping[str, Any], dims: int) -> Iterator[str]:
+    reduced = state["reduced"]
+    if sum(map(bool, (state["scalar"], reduced, state["block"]))) > 1:
+        yield f"{name}: a scalar, reduced and in blocks exclude one another"
+    if state["block"] and not dims:
+        yield f"{name}: in blocks of {state['block']} along the last of no dims"
+    if reduced != sorted({dim for dim in reduced if dim < dims}):
+        yield f"{name}: reduced over dims {reduced}; some of 0 .. {dims - 1}, ascending"
 
 
 def _of_cuts(name: str, cuts: Sequence[Sequence[Any]], dims: int) -> Iterator[str]:

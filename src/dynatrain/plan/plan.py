@@ -24,8 +24,8 @@ class Move:
 
     Attributes:
         tensor: index in the catalogue.
-        states: indices of the tensor's states that share the box (all that have the tensor's shape, or one scalar).
-        box: in the coordinates of the logical tensor; ``()`` for a scalar.
+        states: indices of the tensor's states that share the box: all of one form.
+        box: in the coordinates of the logical state; ``()`` for a scalar.
         src: holder that has it under the old ownership.
         dst: holder that needs it under the new one.
     """

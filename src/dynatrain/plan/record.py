@@ -20,7 +20,7 @@ from dynatrain.plan.table import WholePlan
 from dynatrain.space.ownership import Ownership, Placement
 from dynatrain.space.tensor import Catalogue, State, Tensor
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the record; a reader refuses others."""
 
 
@@ -189,7 +189,7 @@ def _tensor(found: Mapping[str, Any]) -> RecordedTensor:
         shape=tuple(fields["shape"]),
         cuts=_pairs(fields["cuts"]),
         anchors=tuple(fields["anchors"]),
-        states=tuple(State(**state) for state in fields["states"]),
+        states=tuple(State(**state | {"reduced": tuple(state["reduced"])}) for state in fields["states"]),
         unit=fields["unit"],
     )
     old, new = (Placement(_pairs(found[side]["cuts"]), tuple(found[side]["stages"])) for side in ("old", "new"))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dynatrain.plan.plan import Boxes, Fetch, Granule
 from dynatrain.space.box import Box, intersect, volume
 from dynatrain.space.ownership import Ownership
-from dynatrain.space.tensor import Catalogue, State, Tensor
+from dynatrain.space.tensor import Catalogue
 
 
 def reads(catalogue: Catalogue, boxes: Boxes, new: Ownership, rank: int) -> tuple[Fetch, ...]:
@@ -31,7 +31,7 @@ def written_pieces(catalogue: Catalogue, owner: Ownership, rank: int) -> dict[Gr
     found = {}
     for granule, box in held.items():
         tensor = catalogue[granule[0]]
-        if volume(box) and _writes(tensor, tensor.states[granule[1]], owner, rank, turns[granule]):
+        if volume(box) and owner.copy_index(tensor, rank, tensor.states[granule[1]]) == turns[granule]:
             found[granule] = box
     return found
 
@@ -44,9 +44,10 @@ def writers(catalogue: Catalogue, owner: Ownership) -> dict[Granule, int]:
     loads: dict[tuple[tuple[int, ...], int, int], int] = {}
     found = {}
     for index, tensor in enumerate(catalogue):
-        copies, stages = owner.copies(tensor), owner.placements[tensor.name].stages
+        stages = owner.placements[tensor.name].stages
         for number, state in enumerate(tensor.states):
-            options = range(1 if state.scalar or len(tensor.shape) < 2 else copies)
+            copies = owner.copies(tensor, state)
+            options = range(1 if len(tensor.state_shape(state)) < 2 else copies)
             turn = min(options, key=lambda copy: (loads.get((stages, copies, copy), 0), copy))
             key = stages, copies, turn
             loads[key] = loads.get(key, 0) + tensor.nbytes(state) * copies
@@ -54,20 +55,12 @@ def writers(catalogue: Catalogue, owner: Ownership) -> dict[Granule, int]:
     return found
 
 
-def _writes(tensor: Tensor, state: State, owner: Ownership, rank: int, turn: int) -> bool:
-    """Whether the piece of ``rank`` is of the copy whose turn it is; of a scalar, whether it is the first holder."""
-    if owner.copy_index(tensor, rank) != turn:
-        return False
-    box = owner.box(tensor, rank)
-    return not state.scalar or (box is not None and all(start == 0 for start, _ in box))
-
-
 def _pieces(catalogue: Catalogue, owner: Ownership, rank: int) -> dict[Granule, Box]:
     found: dict[Granule, Box] = {}
     for index, tensor in enumerate(catalogue):
         box = owner.box(tensor, rank)
         if box is not None:
-            found |= {(index, at): () if state.scalar else box for at, state in enumerate(tensor.states)}
+            found |= {(index, at): state.box(box, tensor.shape) for at, state in enumerate(tensor.states)}
     return found
 
 

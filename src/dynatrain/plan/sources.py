@@ -125,7 +125,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """States of one tensor that travel in the same boxes: all that have its shape, or one scalar."""
+    """States of one tensor that travel in the same boxes: all of one form."""
 
     tensor: int
     states: tuple[int, ...]
@@ -224,14 +224,13 @@ def families(
 
     for index, tensor in enumerate(catalogue):
         before, after = old.placements[tensor.name], new.placements[tensor.name]
-        shaped = tuple(at for at, state in enumerate(tensor.states) if not state.scalar)
-        if shaped:
-            add(Item(tensor=index, states=shaped), tensor.shape, before, after)
+        forms: dict[object, list[int]] = {}
         for at, state in enumerate(tensor.states):
-            if state.scalar:
-                # Held, whole, wherever the tensor lives, also by ranks whose own piece is empty.
-                whole_before, whole_after = Placement((), before.stages), Placement((), after.stages)
-                add(Item(tensor=index, states=(at,)), (), whole_before, whole_after)
+            forms.setdefault(state.form, []).append(at)
+        for alike in forms.values():
+            state = tensor.states[alike[0]]
+            sides = (before, after) if state.like_tensor else (old.placed(tensor, state), new.placed(tensor, state))
+            add(Item(tensor=index, states=tuple(alike)), tensor.state_shape(state), *sides)
     return tuple(found.values())
 
 

@@ -129,7 +129,7 @@ def storage(
         may_adopt = adoptable(index)
         for at, state in enumerate(tensor.states):
             shape = tensor.state_shape(state)
-            one, other = (Placement((), p.stages) for p in placements) if state.scalar else placements
+            one, other = placements if state.like_tensor else (side.placed(tensor, state) for side in (old, new))
             key = shape, one, other, ITEMSIZE[state.dtype], padded(tensor, state), may_adopt
             if key not in kinds:
                 kinds[key] = len(kinds)

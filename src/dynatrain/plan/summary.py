@@ -12,7 +12,7 @@ from dynatrain.plan.sources import families
 from dynatrain.plan.storage import PieceTable, Storage
 from dynatrain.plan.table import Ints, MoveTable, WholePlan
 from dynatrain.space.box import volume
-from dynatrain.space.ownership import Ownership, Placement
+from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import ITEMSIZE, Catalogue
 
 PAIRS_UP_TO = 64
@@ -155,10 +155,9 @@ def _adopted(catalogue: Catalogue, new: Ownership, plan: WholePlan, ranks: int) 
     total = np.zeros(ranks, np.int64)
     for tensor, group in set(zip(plan.adopted_tensor.tolist(), plan.adopted_group.tolist(), strict=True)):
         rows = (plan.adopted_tensor == tensor) & (plan.adopted_group == group)
-        scalar = catalogue[tensor].states[plan.moves.groups[group][0]].scalar
-        placement = new.placements[catalogue[tensor].name]
-        shape, placement = ((), Placement((), placement.stages)) if scalar else (catalogue[tensor].shape, placement)
-        held = pieces.pieces(shape, placement).elements(padded=False)
+        one = catalogue[tensor]
+        state = one.states[plan.moves.groups[group][0]]
+        held = pieces.pieces(one.state_shape(state), new.placed(one, state)).elements(padded=False)
         total[plan.adopted_rank[rows]] += held[plan.adopted_rank[rows]] * element[tensor, group]
     return total
 

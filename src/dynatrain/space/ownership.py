@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dynatrain.layout.layout import Layout, name_of
 from dynatrain.layout.stages import stage_ranges, stage_ranks
 from dynatrain.space.box import Box, chunk, whole
-from dynatrain.space.tensor import FIRST, Catalogue, Cuts, Tensor
+from dynatrain.space.tensor import FIRST, Catalogue, Cuts, State, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,18 @@ class Ownership:
     layout: Layout
     placements: Mapping[str, Placement]
 
+    def placed(self, tensor: Tensor, state: State | None = None) -> Placement:
+        """How a state of ``tensor`` lies, by the state's own dims; the tensor itself where no state is named."""
+        placement = self.placements[tensor.name]
+        if state is None or state.like_tensor:
+            return placement
+        return Placement(state.cuts(placement.cuts, len(tensor.shape)), placement.stages)
+
+    def state_box(self, tensor: Tensor, state: State, rank: int) -> Box | None:
+        """As :meth:`box`, of one of its states. A rank whose piece of the tensor is empty may hold elements of it."""
+        box = self.box(tensor, rank)
+        return None if box is None else state.box(box, tensor.shape)
+
     def box(self, tensor: Tensor, rank: int) -> Box | None:
         """The box of ``tensor`` that ``rank`` owns: possibly empty, None where another stage holds the tensor."""
         placement = self.placements[tensor.name]
@@ -56,18 +68,18 @@ class Ownership:
             box[dim] = chunk(*box[dim], ways, number // stride % ways)
         return tuple(box)
 
-    def copies(self, tensor: Tensor) -> int:
-        """How many ranks own each element of ``tensor``."""
-        placement = self.placements[tensor.name]
+    def copies(self, tensor: Tensor, state: State | None = None) -> int:
+        """How many ranks own each element of ``tensor``, or of one of its states."""
+        placement = self.placed(tensor, state)
         left_over = self.layout.left_over(axis for axis, _ in placement.cuts)
         return math.prod(ways for _, ways in left_over) * len(placement.stages)
 
-    def copy_index(self, tensor: Tensor, rank: int) -> int:
+    def copy_index(self, tensor: Tensor, rank: int, state: State | None = None) -> int:
         """Which of the ``copies`` the piece of ``rank`` belongs to, in 0 .. copies - 1.
 
         The ranks of one index together hold each element exactly once.
         """
-        placement = self.placements[tensor.name]
+        placement = self.placed(tensor, state)
         number = self.layout.number(rank)
         index = placement.stages.index(number // self.layout.digit("pp")[0])
         for stride, ways in self.layout.left_over(axis for axis, _ in placement.cuts):

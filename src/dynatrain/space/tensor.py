@@ -1,12 +1,15 @@
 """Logical tensors: what a job owns, named once, without a layout.
 
 A *tensor* is a parameter (or a buffer, or a registered object's value) under its canonical name, with its global
-shape. Each tensor has one or more *states*: the value itself and what the optimizer keeps beside it. States of one
-tensor that have its shape are cut exactly like it.
+shape. Each tensor has one or more *states*: the value itself and what the optimizer keeps beside it. A state has the
+tensor's shape, or lacks some of its dims, or has one element for each block along the last dim; in every form it is cut
+by those of the tensor's cuts that fall on the dims that it shares with the tensor, and is a copy along the other axes.
 """
 
 import math
 from dataclasses import dataclass, replace
+
+from dynatrain.space.box import Box, whole
 
 ITEMSIZE = {
     "float64": 8,
@@ -34,13 +37,43 @@ class State:
         name: ``param`` for the value itself; optimizer states by torch's own key (``exp_avg``, ``step``, ...);
             registered objects as ``object.key`` (``ema.shadow``).
         dtype: element type, one of :data:`ITEMSIZE`.
-        scalar: one element for the whole tensor, held by every holder of the tensor (AdamW's ``step``); otherwise the
-            state has the tensor's shape and cuts.
+        scalar: one element for the whole tensor, held by every holder of the tensor (AdamW's ``step``).
+        reduced: dims of the tensor that the state lacks, because it is a sum or a mean over them (Adafactor's factors).
+        block: elements along the last dim that share one element of the state (the scales of block-quantised codes);
+            0 where each has its own. Whoever holds a part of a row holds the scales of the whole row: a block may
+            begin on one rank and end on another, and its scale is one number to both.
     """
 
     name: str
     dtype: str
     scalar: bool = False
+    reduced: tuple[int, ...] = ()
+    block: int = 0
+
+    @property
+    def form(self) -> tuple[bool, tuple[int, ...], int]:
+        """What decides shape and cuts: states of one tensor with equal forms lie alike."""
+        return self.scalar, self.reduced, self.block
+
+    @property
+    def like_tensor(self) -> bool:
+        """Whether it has the tensor's shape and cuts."""
+        return not (self.scalar or self.reduced or self.block)
+
+    def box(self, box: Box, shape: tuple[int, ...]) -> Box:
+        """The box of the state that belongs to ``box`` of a tensor of ``shape``."""
+        if self.scalar:
+            return ()
+        if self.block:
+            box = (*box[:-1], (0, -(-shape[-1] // self.block)))
+        return tuple(ends for dim, ends in enumerate(box) if dim not in self.reduced)
+
+    def cuts(self, cuts: tuple[tuple[str, int], ...], dims: int) -> tuple[tuple[str, int], ...]:
+        """Those of a tensor's ``cuts`` that cut the state, by the state's own dims; ``dims`` are the tensor's."""
+        if self.like_tensor:
+            return cuts
+        gone = set(range(dims)) if self.scalar else {*self.reduced, *range(dims - bool(self.block), dims)}
+        return tuple((axis, dim - sum(d in self.reduced for d in range(dim))) for axis, dim in cuts if dim not in gone)
 
 
 Cuts = tuple[tuple[str, int], ...]
@@ -79,7 +112,7 @@ class Tensor:
 
     def state_shape(self, state: State) -> tuple[int, ...]:
         """Global shape of one of its states."""
-        return () if state.scalar else self.shape
+        return self.shape if state.like_tensor else tuple(b - a for a, b in state.box(whole(self.shape), self.shape))
 
     def nbytes(self, state: State) -> int:
         """Bytes of one of its states, whole."""

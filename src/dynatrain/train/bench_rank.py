@@ -181,10 +181,11 @@ class Bench:
             value = world.found[name].value
             shape = tuple(value.shape)
             box = box_of(shape, cuts_of(value), world.layout, self.rank)
+            by_name = {state.name: held for state, held in values.items()}
             for state in MOMENTS:
                 made = initial_box(1, f"{name}/{state}", shape, box, rule=0.02, dtype=torch.float32)
-                local_tensor(values[state]).copy_(made)
-            values["step"].fill_(SOME_STEP)
+                local_tensor(by_name[state]).copy_(made)
+            by_name["step"].fill_(SOME_STEP)
 
     # By dynatrain.
 
@@ -308,7 +309,7 @@ class Bench:
             for number, state in enumerate(tensor.states):
                 value, box = target.get((tensor.name, state.name)), owner.box(tensor, self.rank)
                 if value is not None and box is not None:
-                    pieces[index, number] = Piece(local_tensor(value), () if state.scalar else box)
+                    pieces[index, number] = Piece(local_tensor(value), state.box(box, tensor.shape))
         live = world.pieces(self.rank, self._device)
         before = digest_vector(live, world.catalogue, world.ownership, owner, self.rank)
         after = digest_vector(pieces, world.catalogue, owner, owner, self.rank)
@@ -321,7 +322,7 @@ def _held(world: World) -> Held:
     """Everything that a rank holds, as the distributed tensors that the loop has."""
     held = {(name, entry.kind): entry.value.detach() for name, entry in world.found.items()}
     for name, values in optimizer_states(world.optimizer, world.found).items():
-        held |= {(name, state): value for state, value in values.items()}
+        held |= {(name, state.name): value for state, value in values.items()}
     return held
 
 

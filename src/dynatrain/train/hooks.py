@@ -12,6 +12,7 @@ from torch import nn
 
 from dynatrain.models.names import strip_wrappers
 from dynatrain.train.live import Entry
+from dynatrain.train.optimizers.several import members
 from dynatrain.train.torch_private import Hook, hooks_of
 
 
@@ -21,7 +22,7 @@ class UnknownHookError(ValueError):
 
 def built_hooks(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> frozenset[int]:
     """Numbers of all hooks there are; asked right after ``build``, they are build's own."""
-    owners = [optimizer, *(module for part in parts for module in part.modules())]
+    owners = [*members(optimizer), *(module for part in parts for module in part.modules())]
     return frozenset(hook.number for owner in owners for hook in hooks_of(owner))
 
 
@@ -49,7 +50,7 @@ def check_hooks(
     for _, where, hook in _users(parts, optimizer, built):
         if not hook.register:
             problems.append(f"{hook} on {where} is of a kind that cannot be carried: use a forward or backward hook")
-        elif staged and where != "the optimizer":
+        elif staged and where.startswith("module "):
             problems.append(f"{hook} on {where} could not follow it to another stage: register it in build")
     # Build's own, too: a switch gives the modules that build made other parameter objects.
     problems += [
@@ -95,4 +96,6 @@ def _owners(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Ite
         of_part = f" of part {number}" if len(parts) > 1 else ""
         for path, module in part.named_modules():
             yield f"module {path}{of_part}", f"module {strip_wrappers(part, path)}{of_part}", module
-    yield "the optimizer", "the optimizer", optimizer
+    for number, one in enumerate(members(optimizer)):
+        where = f"optimizer {number - 1} of several" if number else "the optimizer"
+        yield where, where, one

@@ -18,6 +18,7 @@ from dynatrain.train.agreement import SwitchAbortedError, exchange
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
 from dynatrain.train.live import Described, Entry, UnplacedTensorError, describe, entries, merge, reshard
+from dynatrain.train.optimizers.several import Several
 from dynatrain.train.party import Party
 from dynatrain.train.registered import check_holders, common, require_equal, snapshot
 from dynatrain.train.retire import retire
@@ -34,6 +35,8 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
             model, optimizer = party.build(mesh, layout)
     else:
         model, optimizer = party.build(mesh, layout)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = Several(optimizer)
     parts = as_parts(model)
     found = entries(parts, party.names)
     own = {id(entry.value) for entry in found.values()}
@@ -52,7 +55,7 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
 def report(world: World, states: Mapping[str, tuple[State, ...]], rank: int) -> list[Any]:
     """This rank's tensors, as plain JSON values for the other ranks."""
     return [
-        [d.name, list(d.shape), [list(cut) for cut in d.cuts], [[s.name, s.dtype, s.scalar] for s in d.states], d.stage]
+        [d.name, list(d.shape), [list(cut) for cut in d.cuts], [astuple(s) for s in d.states], d.stage]
         for d in describe(world.found, states, world.layout, rank)
     ]
 
@@ -68,12 +71,17 @@ def read_reports(reports: list[Any], layout: Layout) -> tuple[Catalogue, Ownersh
     """The whole job from all ranks' :func:`report`."""
     described = [
         [
-            Described(name, tuple(shape), tuple((a, d) for a, d in cuts), tuple(State(*s) for s in states), stage)
+            Described(name, tuple(shape), tuple((a, d) for a, d in cuts), tuple(map(_state, states)), stage)
             for name, shape, cuts, states, stage in one
         ]
         for one in reports
     ]
     return merge(described, layout)
+
+
+def _state(fields: list[Any]) -> State:
+    name, dtype, scalar, reduced, block = fields
+    return State(name, dtype, scalar, tuple(reduced), block)
 
 
 def survey(party: Party, world: World, topic: str) -> None:
@@ -149,7 +157,7 @@ def allocate(party: Party, old: World, new: World, granule: Granule) -> Piece | 
         return None
     assert new.ownership is not None
     dtype = getattr(torch, state.dtype)
-    box = () if state.scalar else new.ownership.box(tensor, party.rank)
+    box = new.ownership.state_box(tensor, state, party.rank)
     assert box is not None
     stored = entry.stored * dtype.itemsize if state.name == "param" else 0
     return Piece(party.memory.allocate(shape_of(box), dtype, stored), box)
@@ -184,22 +192,24 @@ def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bind_optimizer(old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    # By the catalogue, not by what this rank's old optimizer held: it may have had none of this kind.
+    kept = {tensor.name: [one for one in tensor.states[1:] if one.name not in old.forms] for tensor in new.catalogue}
     for name, entry in new.found.items():
-        state = {}
-        for key, value in by_name[name].items():
-            # By the catalogue, not by what this rank's old optimizer held: it may have had none of this kind.
-            if key != entry.kind and key not in old.forms:
-                # AdamW keeps its step counter on the host unless it is capturable. A tensor object of its own: when the
-                # counter is retired, the piece must stay usable, whose memory is given back later.
-                state[key] = (
-                    value.cpu().detach()
-                    if value.ndim == 0 and key == "step"
-                    else shard_like(entry.value, value.flatten())
-                )
+        state = {one.name: _bound(entry.value, one, by_name[name][one.name]) for one in kept[name]}
         if state:
             new.optimizer.state[entry.value] = state
     names = [{id(entry.value): name for name, entry in world.found.items()} for world in (old, new)]
     carry_groups(old.optimizer, new.optimizer, *names)
+
+
+def _bound(param: torch.Tensor, state: State, value: torch.Tensor) -> torch.Tensor:
+    """An arrived piece as the optimizer holds it: see :func:`dynatrain.train.optimizers.state.blank`.
+
+    A tensor object of its own: when the state is retired, the piece must stay usable, whose memory is given back later.
+    """
+    if state.like_tensor:
+        return shard_like(param, value.flatten())
+    return value.cpu().detach() if state.scalar else value.detach()
 
 
 def _bind_objects(party: Party, old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> None:

@@ -1,25 +1,36 @@
-"""AdamW over a part, the learning rate as a function of the step, and the layout-free global norm."""
+"""The trainer's optimizer over a part, the learning rate as a function of the step, and the layout-free global norm."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dynatrain.models.decoder import canonical_name
+from dynatrain.space.optimizers import is_hidden_matrix
+from dynatrain.train.optimizers.adafactor import Adafactor
+from dynatrain.train.optimizers.adamw8bit import AdamW8bit
+from dynatrain.train.optimizers.muon import Muon
+from dynatrain.train.optimizers.several import Several
 from dynatrain.train.torch_private import local_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings:
-    """AdamW and its schedule.
+    """The optimizer and its schedule.
 
     Attributes:
+        name: one of :data:`dynatrain.space.optimizers.OPTIMIZERS`. With ``muon``, embeddings, head and vectors have
+            AdamW.
         lr: peak learning rate.
-        betas: AdamW's.
-        eps: AdamW's.
+        betas: AdamW's, in 8 bits too.
+        eps: likewise.
+        momentum: of ``sgd`` and ``muon``.
+        bf16_newton_schulz: of ``muon``.
         weight_decay: of matrices; vectors (norm weights) are not decayed.
         warmup_steps: linear from 0 to ``lr``.
         total_steps: where the cosine ends.
@@ -29,9 +40,12 @@ class OptimizerSettings:
             all layouts that cut rows only; costs one float64 per row in the all-reduce.
     """
 
+    name: str = "adamw"
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    momentum: float = 0.9
+    bf16_newton_schulz: bool = False
     weight_decay: float = 0.1
     warmup_steps: int = 0
     total_steps: int = 1
@@ -53,17 +67,47 @@ def lr_factor(settings: OptimizerSettings) -> Callable[[int], float]:
     return factor
 
 
-def adamw(part: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW with two groups, ``decay`` (matrices) and ``no_decay`` (vectors)."""
-    params = [param for param in part.parameters() if param.requires_grad]
-    groups = [
+def optimizer_of(part: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """The optimizer that ``settings`` name, with the groups ``decay`` (matrices) and ``no_decay`` (vectors).
+
+    Muon's is two: Muon over the hidden matrices, AdamW over the rest in those groups.
+    """
+    params = [(canonical_name(part, path), param) for path, param in part.named_parameters() if param.requires_grad]
+    if settings.name != "muon":
+        return _MAKE[settings.name](_groups([param for _, param in params], settings), settings)
+    hidden = [param for name, param in params if is_hidden_matrix(name, tuple(param.shape))]
+    rest = [param for name, param in params if not is_hidden_matrix(name, tuple(param.shape))]
+    matrices = [{"params": hidden, "weight_decay": settings.weight_decay, "name": "muon"}]
+    bf16 = settings.bf16_newton_schulz
+    return Several(
+        [
+            Muon(matrices, lr=settings.lr, momentum=settings.momentum, bf16=bf16),
+            _MAKE["adamw"](_groups(rest, settings), settings),
+        ]
+    )
+
+
+Groups = list[dict[str, Any]]
+
+
+def _groups(params: Sequence[nn.Parameter], settings: OptimizerSettings) -> Groups:
+    return [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": settings.weight_decay, "name": "decay"},
         {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0, "name": "no_decay"},
     ]
-    for group in groups:
-        # foreach has the loop's bits, but refuses a list of DTensors over different meshes.
-        group["foreach"] = len({_mesh_of(param) for param in group["params"]}) == 1
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+
+
+def _foreach(groups: Groups) -> Groups:
+    """Torch's foreach has the loop's bits, but refuses a list of DTensors over different meshes."""
+    return [group | {"foreach": len({_mesh_of(param) for param in group["params"]}) == 1} for group in groups]
+
+
+_MAKE: dict[str, Callable[[Groups, OptimizerSettings], torch.optim.Optimizer]] = {
+    "adamw": lambda groups, its: torch.optim.AdamW(_foreach(groups), lr=its.lr, betas=its.betas, eps=its.eps),
+    "sgd": lambda groups, its: torch.optim.SGD(_foreach(groups), lr=its.lr, momentum=its.momentum),
+    "adafactor": lambda groups, its: Adafactor(groups, lr=its.lr),
+    "adamw8bit": lambda groups, its: AdamW8bit(groups, lr=its.lr, betas=its.betas, eps=its.eps),
+}
 
 
 def _mesh_of(param: torch.Tensor) -> object:

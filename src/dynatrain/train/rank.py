@@ -193,9 +193,12 @@ def job_of(checked: CheckedRun) -> Job:
         seed=config.seed,
         precision=Precision(compute=config.precision.compute),
         optimizer=OptimizerSettings(
+            name=config.optimizer.name,
             lr=config.optimizer.lr,
             betas=config.optimizer.betas,
             eps=config.optimizer.eps,
+            momentum=config.optimizer.momentum,
+            bf16_newton_schulz=config.optimizer.bf16_newton_schulz,
             weight_decay=config.optimizer.weight_decay,
             warmup_steps=config.optimizer.warmup_steps,
             total_steps=config.steps,

@@ -14,6 +14,7 @@ import torch
 
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.live import Entry
+from dynatrain.train.optimizers.several import members
 from dynatrain.train.states import Leaf, UnknownStateError, leaves, replace_leaves
 from dynatrain.train.torch_private import local_tensor, scheduled
 from dynatrain.train.world import World, is_scheduler
@@ -78,7 +79,7 @@ def check_holders(world: World) -> None:
     Raises:
         UnknownStateError: a scheduler that would go on with the optimizer of an old layout.
     """
-    if scheduled(world.optimizer) and not any(map(is_scheduler, world.objects.values())):
+    if any(map(scheduled, members(world.optimizer))) and not any(map(is_scheduler, world.objects.values())):
         raise UnknownStateError(
             "a learning-rate scheduler hangs on the optimizer and is not registered: it would go on with the old "
             "optimizer. Give the Switcher a factory, state={'scheduler': lambda optimizer: ...}"

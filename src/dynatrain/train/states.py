@@ -1,11 +1,11 @@
 """What is kept beside each parameter: optimizer states and the values of registered objects.
 
-Every state is parameter-shaped or one scalar per parameter. Anything else is refused by name at start, never found
-missing at the first switch.
+What an optimizer keeps is told by its schema (:mod:`dynatrain.train.optimizers.schema`). Anything else is refused by
+name at start, never found missing at the first switch.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from dynatrain.space.tensor import State
 from dynatrain.train.live import Entry
+from dynatrain.train.optimizers.schema import kept
+from dynatrain.train.optimizers.state import blank, local_shape
 from dynatrain.train.torch_private import local_tensor
-
-ADAM_FAMILY = (torch.optim.Adam, torch.optim.AdamW)
-"""Optimizers whose state is known: two moments shaped like the parameter and a step counter."""
 
 
 class UnknownStateError(ValueError):
@@ -36,47 +35,68 @@ class Registered(Protocol):
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Give every trainable parameter the state that its first step would create, without stepping.
 
+    A parameter that never receives a gradient keeps it so, in every layout; one that receives its first gradient after
+    a switch starts as in a run without.
+
     Raises:
         UnknownStateError: an optimizer whose state is not known.
     """
-    if type(optimizer) not in ADAM_FAMILY:
-        known = ", ".join(f"torch.optim.{kind.__name__}" for kind in ADAM_FAMILY)
-        raise UnknownStateError(
-            f"optimizer {type(optimizer).__module__}.{type(optimizer).__name__} has no state schema, so its state "
-            f"cannot be moved; known: {known}"
-        )
-    for group in optimizer.param_groups:
-        moments = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
-        for param in group["params"]:
-            state = optimizer.state[param]
-            if param.requires_grad and not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                for name in moments:
-                    state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    for param, states in _kept(optimizer):
+        held = optimizer.state[param]
+        if states and not held:
+            held.update({state.name: blank(param, state) for state in states})
 
 
-def optimizer_states(optimizer: torch.optim.Optimizer, found: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
-    """``{tensor name: {state name: value}}`` of what the optimizer holds; every key is there, possibly empty."""
+def _kept(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, tuple[State, ...]]]:
+    try:
+        return list(kept(optimizer))
+    except (LookupError, ValueError) as error:
+        raise UnknownStateError(*error.args) from None
+
+
+def optimizer_states(
+    optimizer: torch.optim.Optimizer, found: Mapping[str, Entry]
+) -> dict[str, dict[State, torch.Tensor]]:
+    """``{tensor name: {state: value}}`` of what the optimizer holds, by name; every tensor is there, possibly empty.
+
+    Raises:
+        UnknownStateError: what it holds is not what its schema says: everything that is wrong, by name.
+    """
     problems = []
-    states: dict[str, dict[str, Any]] = {name: {} for name in found}
+    states: dict[str, dict[State, torch.Tensor]] = {name: {} for name in found}
     names = {id(entry.value): name for name, entry in found.items()}
+    schemas = {id(param): {state.name: state for state in of} for param, of in _kept(optimizer)}
     for param, values in optimizer.state.items():
         name = names.get(id(param))
         if name is None:
             problems.append(f"the optimizer holds state for a parameter of shape {tuple(param.shape)} not in the model")
             continue
+        schema = schemas.get(id(param), {})
+        if values and (missing := sorted(schema.keys() - values.keys())):
+            problems.append(f"state {', '.join(missing)} of {name} is missing from the optimizer")
         for key, value in sorted(values.items()):
-            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-            if shape not in ((), tuple(param.shape)):
-                problems.append(f"state {key} of {name} is neither shaped like it nor a scalar: {_brief(value)}")
-            states[name][key] = value
+            state = schema.get(key)
+            if state is None:
+                problems.append(f"state {key} of {name} ({_brief(value)}) is not in the optimizer's schema")
+            elif wrong := _misshapen(param, state, value):
+                problems.append(f"state {key} of {name} {wrong}")
+            else:
+                states[name][replace(state, dtype=_dtype(value))] = value
     if problems:
         raise UnknownStateError("; ".join(problems))
     return states
 
 
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 0
+def _misshapen(param: torch.Tensor, state: State, value: object) -> str:
+    """Why ``value`` cannot be this state of ``param``; empty where it can."""
+    if state.scalar:
+        wanted: tuple[int, ...] = ()
+    elif state.like_tensor:
+        wanted = tuple(param.shape)
+    else:
+        wanted = local_shape(param, state)
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    return "" if shape == wanted else f"is {_brief(value)}; its schema says shape {wanted}"
 
 
 def _brief(value: object) -> str:
@@ -207,13 +227,13 @@ def replace_leaves(state_dict: dict[str, Any], old: list[Leaf], new: list[Leaf])
 
 
 def catalogue_states(
-    found: Mapping[str, Entry], optimizer: Mapping[str, Mapping[str, Any]], object_leaves: list[Leaf]
+    found: Mapping[str, Entry], optimizer: Mapping[str, Mapping[State, Any]], object_leaves: list[Leaf]
 ) -> dict[str, tuple[State, ...]]:
     """The states of each tensor: value, then the optimizer's, then the registered objects'; equal on all ranks."""
     result = {}
     for name, entry in found.items():
         states = [State(entry.kind, _dtype(entry.value))]
-        states += [State(key, _dtype(value), scalar=_is_scalar(value)) for key, value in optimizer[name].items()]
+        states += optimizer[name]
         states += [State(leaf.state, _dtype(leaf.value)) for leaf in object_leaves if leaf.tensor == name]
         result[name] = tuple(states)
     return result

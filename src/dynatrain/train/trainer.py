@@ -19,7 +19,7 @@ from dynatrain.models.initial import initial_box, initial_rule
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.train.adopt import adopt
 from dynatrain.train.live import box_of, cuts_of
-from dynatrain.train.optimizer import Counted, OptimizerSettings, adamw, clip, lr_factor, step_totals
+from dynatrain.train.optimizer import Counted, OptimizerSettings, clip, lr_factor, optimizer_of, step_totals
 from dynatrain.train.parallel import Precision, build_part, master_dtype
 from dynatrain.train.step import Data, MicroBatch, Sharing, StepRunner
 from dynatrain.train.switcher import Switcher
@@ -36,7 +36,7 @@ class Job:
         shape: the model.
         seed: of initial weights, dropout and sample order.
         precision: compute precision.
-        optimizer: AdamW's settings.
+        optimizer: its settings.
         global_sequences: samples of one step.
         micro_sequences: samples of one micro-batch; divides ``global_sequences``.
         schedule: pipeline schedule, ``1f1b`` or ``gpipe``.
@@ -63,7 +63,7 @@ class Job:
     def build(self, mesh: DeviceMesh, layout: Layout) -> tuple[DecoderPart, torch.optim.Optimizer]:
         """The ``Switcher``'s build."""
         part = build_part(self.shape, layout, mesh, seed=self.seed, precision=self.precision)
-        return part, adamw(part, self.optimizer)
+        return part, optimizer_of(part, self.optimizer)
 
     def initial(self, world: World, memory: Pool) -> None:
         """Fill a first world: each box is generated alone, as a function of (seed, name, global index)."""

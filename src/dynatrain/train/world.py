@@ -16,8 +16,9 @@ from dynatrain.train.live import Entry
 from dynatrain.train.states import Form, Leaf, catalogue_states, leaves, optimizer_states
 from dynatrain.train.torch_private import local_tensor
 
-Build = Callable[[DeviceMesh, Layout], tuple[Any, torch.optim.Optimizer]]
-"""``build(mesh, layout) -> (module or list of modules, optimizer)``: the user's own ``parallelize`` and optimizer.
+Build = Callable[[DeviceMesh, Layout], tuple[Any, Any]]
+"""``build(mesh, layout) -> (module or list of modules, optimizer or list of optimizers)``: the user's own
+``parallelize`` and optimizer. Several optimizers over different parameters become one, ``sw.optimizer``.
 
 Called under ``torch.device("meta")`` for every layout but the first, in a thread beside training: so it must make
 modules and nothing else, and neither seed nor draw from the process-wide random streams then."""
@@ -82,7 +83,7 @@ class World:
         for name, entry in self.found.items():
             held[name, entry.kind] = entry.value
         for name, values in optimizer_states(self.optimizer, self.found).items():
-            held |= {(name, key): value for key, value in values.items()}
+            held |= {(name, state.name): value for state, value in values.items()}
         for found in self.object_leaves().values():
             held |= {(leaf.tensor, leaf.state): leaf.value for leaf in found}
         return {key: local_tensor(value) for key, value in held.items()}
@@ -99,7 +100,7 @@ class World:
             assert box is not None
             for number, state in enumerate(tensor.states):
                 value = held[tensor.name, state.name].to(device)
-                piece_box = () if state.scalar else box
+                piece_box = state.box(box, tensor.shape)
                 found[index, number] = Piece(value.reshape(tuple(b - a for a, b in piece_box)), piece_box)
         return found
 

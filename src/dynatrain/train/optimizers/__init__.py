@@ -1,0 +1,1 @@
+"""Optimizers over sharded parameters, and the schemas of what they and torch's keep."""
