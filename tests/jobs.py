@@ -107,7 +107,9 @@ class Case:
 
 def expected(case, *, tree=True):
     """Each step's loss, and ``{(tensor, state): value}`` at the end of each visit, by the oracle."""
-    data, dtype = case.data(), master_dtype(case.compute)
+    data, dtype = case.data(), str(master_dtype(case.compute)).removeprefix("torch.")
+    tensors = catalogue(case.shape, dtype, optimizer_states=())
+    kinds = {tensor.name: tensor.states[0].name for tensor in tensors}
     start = {
         tensor.name: initial_box(
             case.seed,
@@ -115,9 +117,9 @@ def expected(case, *, tree=True):
             tensor.shape,
             whole(tensor.shape),
             rule=initial_rule(tensor.name, case.shape),
-            dtype=dtype,
+            dtype=getattr(torch, tensor.states[0].dtype),
         )
-        for tensor in catalogue(case.shape)
+        for tensor in tensors
     }
 
     def batch(step):
@@ -143,7 +145,7 @@ def expected(case, *, tree=True):
     ):
         losses.append(loss)
         if step % case.steps_each == case.steps_each - 1:
-            held = {(name, "param"): value.clone() for name, value in weights.items()}
+            held = {(name, kinds[name]): value.clone() for name, value in weights.items()}
             held |= {(name, key): value.clone() for name, of in moments.items() for key, value in of.items()}
             visits.append(held)
     return losses, visits

@@ -5,8 +5,10 @@ Weights go by Hugging Face name without ``model.``; a batch is a list of micro-b
 
 import hashlib
 import math
+from functools import partial
 
 import torch
+from tests import oracle_experts
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own pages use
 
 
@@ -29,7 +31,7 @@ def rotate(x, theta):
     return x * angles.cos().to(x.dtype) + torch.cat((-b, a), dim=-1) * angles.sin().to(x.dtype)
 
 
-def logits(w, shape, samples, tokens, run):
+def logits(w, shape, samples, tokens, run, beside=None):
     def norm(x, name):  # queries and keys have theirs only in some models; with a bias it is a layer norm
         weight, bias, dims = w.get(name + ".weight"), w.get(name + ".bias"), x.shape[-1:]
         if bias is None:
@@ -44,17 +46,25 @@ def logits(w, shape, samples, tokens, run):
     x = dropout(x, shape.dropout, run, "embed_tokens", samples)
     for layer in (f"layers.{i}." for i in range(shape.num_hidden_layers)):
         y, at = norm(x, layer + "input_layernorm"), layer + "self_attn."
-        q, k, v = (linear(y, f"{at}{n}_proj").unflatten(-1, (-1, shape.head_dim)) for n in "qkv")
-        q, k = (norm(t, f"{at}{n}_norm") for t, n in ((q, "q"), (k, "k")))
-        q, k = (rotate(t, shape.rope_theta) if places is None else t for t in (q, k))
-        q, k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        if shape.latent:
+            y = oracle_experts.latent(w, shape.latent, at, y, partial(rotate, theta=shape.rope_theta))
+        else:
+            q, k, v = (linear(y, f"{at}{n}_proj").unflatten(-1, (-1, shape.head_dim)) for n in "qkv")
+            q, k = (norm(t, f"{at}{n}_norm") for t, n in ((q, "q"), (k, "k")))
+            q, k = (rotate(t, shape.rope_theta) if places is None else t for t in (q, k))
+            q, k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2).transpose(1, 2) for t in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + dropout(linear(y, at + "o_proj"), shape.dropout, run, at[:-1], samples)
         y, at = norm(x, layer + "post_attention_layernorm"), layer + "mlp."
-        gated = at + "gate_proj.weight" in w
-        up = linear(y, at + "up_proj")
-        y = F.silu(linear(y, at + "gate_proj")) * up if gated else F.gelu(up, approximate="tanh")
-        x = x + dropout(linear(y, at + "down_proj"), shape.dropout, run, at[:-1], samples)
+        if at + "gate.weight" in w:
+            y = oracle_experts.mixture(w, shape.experts, at, y, [] if beside is None else beside)
+        else:
+            gated = at + "gate_proj.weight" in w
+            up = linear(y, at + "up_proj")
+            y = linear(
+                F.silu(linear(y, at + "gate_proj")) * up if gated else F.gelu(up, approximate="tanh"), at + "down_proj"
+            )
+        x = x + dropout(y, shape.dropout, run, at[:-1], samples)
     return F.linear(norm(x, "norm"), w["embed_tokens.weight" if shape.tie_word_embeddings else "lm_head.weight"])
 
 
@@ -71,15 +81,21 @@ def total(parts, tree):
 
 def train(weights, shape, batches, *, seed, rate, warmup, steps, decay=0.1, betas=(0.9, 0.95), clip=1.0, tree=True):
     """After each batch of steps 0, 1, ...: loss, weights and moments, live. The cosine reaches 0.1 at ``steps``."""
-    w = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    groups = [{"params": [v for v in w.values() if v.ndim == n], "weight_decay": decay * (n == 2)} for n in (2, 1)]
+    learnt = {n for n in weights if not n.endswith(("correction_bias", "tokens_per_expert"))}
+    held = {n: v.clone() for n, v in weights.items() if n not in learnt}
+    w = {n: v.clone().requires_grad_() for n, v in weights.items() if n in learnt}
+    groups = [
+        {"params": [v for v in w.values() if (v.ndim > 1) == m], "weight_decay": decay * m} for m in (True, False)
+    ]
     optimizer = torch.optim.AdamW(groups, betas=betas)  # vectors, the norms' weights, do not decay
     for step, batch in enumerate(batches):
-        tokens, parts = sum(targets.numel() for _, _, targets in batch), []
+        tokens, parts, routed = sum(targets.numel() for _, _, targets in batch), [], []
         for samples, inputs, targets in batch:
-            out = logits(w, shape, samples, inputs, f"{seed}/{step}").flatten(0, 1)
+            out = logits(w | held, shape, samples, inputs, f"{seed}/{step}", beside := []).flatten(0, 1)
             loss = F.cross_entropy(out, targets.flatten(), reduction="sum") / tokens
-            parts.append([loss.detach(), *torch.autograd.grad(loss, list(w.values()))])
+            more = sum(balance for _, _, balance in beside) / tokens  # differentiated, and not told
+            parts.append([loss.detach(), *torch.autograd.grad(loss + more, list(w.values()))])
+            routed += [(name, counts) for name, counts, _ in beside]
         loss, *gradients = total(parts, tree)
         norm = math.sqrt(torch.cat([g.double().square().reshape(len(g), -1).sum(1) for g in gradients]).sum())
         for value, gradient in zip(w.values(), gradients, strict=True):
@@ -87,4 +103,5 @@ def train(weights, shape, batches, *, seed, rate, warmup, steps, decay=0.1, beta
         cosine = (1 + math.cos(math.pi * min(1.0, max(0, step - warmup) / max(1, steps - warmup)))) / 2
         groups[0]["lr"] = groups[1]["lr"] = rate * min(1.0, (step + 1) / max(1, warmup)) * (0.1 + 0.9 * cosine)
         optimizer.step()
-        yield loss.item(), {n: v.detach() for n, v in w.items()}, {n: optimizer.state[v] for n, v in w.items()}
+        oracle_experts.balance(held, routed)
+        yield loss.item(), held | {n: v.detach() for n, v in w.items()}, {n: optimizer.state[v] for n, v in w.items()}

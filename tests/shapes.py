@@ -1,11 +1,12 @@
 """Decoder shapes small enough for tests, keyed weights for them, and batches of random tokens."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
 from dynatrain.models.decoder import canonical_name
 from dynatrain.models.initial import initial_box, initial_rule
+from dynatrain.space.blocks import Experts, Latent
 from dynatrain.space.box import whole
 from dynatrain.space.decoder import DecoderShape
 
@@ -30,10 +31,39 @@ def small_shape(**changes):
     return replace(_SMALL, **changes)
 
 
+MIXTRAL = Experts(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=96)
+QWEN3_MOE = Experts(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=False)
+DEEPSEEK = Experts(
+    num_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    gate="sigmoid",
+    routed_scaling_factor=2.5,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    n_group=4,
+    topk_group=2,
+)
+LATENT = Latent(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
+
+
+def experts_shape(experts, **changes):
+    """A decoder with these experts in both layers."""
+    return small_shape(experts=experts, **changes)
+
+
+def latent_shape(latent=LATENT, **changes):
+    """A decoder in DeepSeek-V3's form: one dense layer, two with experts, latent attention; or one near it."""
+    names = {field.name for field in fields(Experts)} & changes.keys()
+    experts = replace(DEEPSEEK, **{name: changes.pop(name) for name in names})
+    sizes = {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": latent.head_dim}
+    return small_shape(experts=experts, latent=latent, **sizes | changes)
+
+
 def fill(part, seed):
-    """Give every parameter of a part its keyed initial value, and tie what is tied."""
+    """Give every parameter and buffer of a part its keyed initial value, and tie what is tied."""
     with torch.no_grad():
-        for name, value in part.named_parameters():
+        for name, value in (*part.named_parameters(), *part.named_buffers()):
             logical = canonical_name(part, name)
             shape = tuple(value.shape)
             rule = initial_rule(logical, part.shape)

@@ -8,23 +8,26 @@ import torch.distributed as dist
 from dynatrain.execute.hf_export import Export
 from dynatrain.execute.hf_folder import open_folder
 from dynatrain.layout.text import print_layout
+from dynatrain.space.blocks import COUNTERS
 from dynatrain.space.box import intersect, whole, within
 from dynatrain.space.decoder import catalogue
 
 
 def common(shelf, name, box):
     """Of each stored box that meets ``box``: its view of the common part, and the slices of that part in ``box``."""
-    for stored in shelf[name, "param"]:
+    for stored in shelf.get((name, "param")) or shelf[name, "buffer"]:
         both = intersect(stored.box, box)
         if both is not None:
             yield stored.tensor[within(both, stored.box)], within(both, box)
 
 
 def read(shelf, shape, dtype=torch.float32):
-    """Every parameter, whole."""
+    """Every parameter and buffer, whole."""
     weights = {}
     for tensor in catalogue(shape):
         value = weights[tensor.name] = torch.full(tensor.shape, torch.nan, dtype=dtype)
+        if tensor.states[0].dtype == "int64":
+            value = weights[tensor.name] = torch.full(tensor.shape, -1)
         for stored, at in common(shelf, tensor.name, whole(tensor.shape)):
             value[at].copy_(stored)
     return weights
@@ -35,6 +38,8 @@ def export(path, shape, weights, tokenizer=None, **options):
     made = Export.create(path, shape, **options)
     shelf = made.open()
     for name, value in weights.items():
+        if name.endswith(COUNTERS):
+            continue
         for stored, at in common(shelf, name, whole(tuple(value.shape))):
             stored.copy_(value[at])
     made.finish(tokenizer)
@@ -106,5 +111,8 @@ def random_weights(shape, dtype=torch.float32, seed=0):
     """Numbers that tell every tensor apart, biases and norms too."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        tensor.name: (torch.randn(tensor.shape, generator=generator) * 0.1).to(dtype) for tensor in catalogue(shape)
+        tensor.name: (torch.randn(tensor.shape, generator=generator) * 0.1).to(dtype)
+        if tensor.states[0].dtype != "int64"
+        else torch.zeros(tensor.shape).long()
+        for tensor in catalogue(shape)
     }

@@ -143,7 +143,7 @@ def walk(world, layouts, right, out):
 def test_real_matrices_pass_through_every_layout_bit_by_bit(tmp_path):
     right = {name: value for name, value in load_file(file()).items() if value.is_floating_point()}
     for text in LAYOUTS:
-        allocate(tmp_path / text, {name: tuple(value.shape) for name, value in right.items()}, torch.float32)
+        allocate(tmp_path / text, {name: (torch.float32, tuple(value.shape)) for name, value in right.items()})
     layouts = circuit(LAYOUTS, 3)
 
     for told in everywhere(4, lambda world: walk(world, layouts, right, tmp_path), 580):

@@ -1,4 +1,4 @@
-"""What tests of agreement share: real stores, of two kinds."""
+"""What tests share: real stores of two kinds for agreement, and the library that others read weights with."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -18,3 +18,15 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Store]]:
     else:
         server = host_store()
         yield functools.cache(lambda _=0: PrefixStore("run", join_store("127.0.0.1", server.port)))
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    """Imported late: it takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        import transformers  # noqa: PLC0415
+
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        yield transformers

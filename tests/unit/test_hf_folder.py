@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.shapes import small_shape
+from tests.shapes import MIXTRAL, QWEN3_MOE, experts_shape, latent_shape, small_shape
 from tests.shelves import common, export, load, random_weights
 
 from dynatrain.data.tokenizer import byte_tokenizer
@@ -21,6 +21,9 @@ SHAPES = {
     "llama": small_shape(dropout=0.0),
     "llama, tied": small_shape(tie_word_embeddings=True),
     "qwen3": small_shape(qk_norm=True),
+    "mixtral": experts_shape(MIXTRAL),
+    "qwen3 moe": experts_shape(QWEN3_MOE, qk_norm=True),
+    "deepseek v3": latent_shape(),
     "gpt2": small_shape(family="gpt2", num_key_value_heads=4),
     "gpt2, tied": small_shape(family="gpt2", num_key_value_heads=4, tie_word_embeddings=True),
 }
@@ -74,9 +77,39 @@ def test_what_is_exported_is_read_back_bit_by_bit(tmp_path, shape, dtype, option
     assert sorted(tmp_path.iterdir()) == [path]
 
 
+def test_a_bias_that_balances_experts_is_written_in_32_bits_and_its_counters_begin_at_zero(tmp_path):
+    shape = SHAPES["deepseek v3"]
+    weights = random_weights(shape)
+    weights["layers.2.mlp.gate.tokens_per_expert"] += 7
+    path = export(tmp_path / "model", shape, weights, dtype="bf16")
+    written = load_file(path / "model.safetensors")
+
+    wide = {name: value for name, value in written.items() if value.dtype == torch.float32}
+    assert wide.keys() == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
+    found = load(path, shape)
+    name = "layers.2.mlp.gate.e_score_correction_bias"
+    assert torch.equal(found[name], weights[name])
+    assert found["layers.2.mlp.gate.tokens_per_expert"].tolist() == [0] * 8
+
+
+def test_an_expert_out_of_its_place_shows(tmp_path):
+    """The planted fault of the round trip: two experts change places in the files."""
+    shape = SHAPES["mixtral"]
+    weights = random_weights(shape)
+    path = export(tmp_path / "model", shape, weights, dtype="fp32")
+    one, other = (f"model.layers.1.block_sparse_moe.experts.{e}.w2.weight" for e in (0, 4))
+    rewrite(path / "model.safetensors", lambda files: files.update({one: files[other], other: files[one]}))
+
+    found = load(path, shape)
+    changed = {name for name, value in weights.items() if not torch.equal(found[name], value)}
+    assert changed == {"layers.1.mlp.experts.down_proj"}
+    assert torch.equal(found["layers.1.mlp.experts.down_proj"][4], weights["layers.1.mlp.experts.down_proj"][0])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_files_have_the_bytes_that_the_library_writes(tmp_path, shape):
-    path = export(tmp_path / "model", shape, random_weights(shape), **SHARDED)
+def test_the_files_have_the_bytes_that_the_library_writes(tmp_path, shape, dtype):
+    path = export(tmp_path / "model", shape, random_weights(shape), dtype=dtype, **SHARDED)
 
     for file in path.glob("*.safetensors"):
         save_file(load_file(file), tmp_path / "again", metadata={"format": "pt"})
@@ -372,7 +405,7 @@ def test_data_at_any_byte_are_read(tmp_path):
 
 
 def test_scalars_and_empty_tensors_have_their_shapes(tmp_path):
-    allocate(tmp_path / "some", {"empty": (0, 3), "scalar": ()}, torch.float32)
+    allocate(tmp_path / "some", {"empty": (torch.float32, (0, 3)), "scalar": (torch.float32, ())})
 
     found = open_tensors(tmp_path / "some")
     assert found["empty"].tensor.shape == (0, 3)

@@ -1,7 +1,7 @@
 """Where logical tensors lie in Hugging Face's files: all of them, once, and nothing else is taken for a model."""
 
 import pytest
-from tests.shapes import small_shape
+from tests.shapes import MIXTRAL, QWEN3_MOE, experts_shape, latent_shape, small_shape
 
 from dynatrain.space.box import volume
 from dynatrain.space.decoder import catalogue
@@ -10,9 +10,13 @@ from dynatrain.space.hf_names import file_parts, file_shapes, located
 
 LLAMA = small_shape()
 GPT2 = small_shape(family="gpt2", num_key_value_heads=4, tie_word_embeddings=True)
+DEEPSEEK = latent_shape()
 SHAPES = {
     "llama": LLAMA,
     "qwen3, tied": small_shape(qk_norm=True, tie_word_embeddings=True),
+    "mixtral": experts_shape(MIXTRAL),
+    "qwen3 moe": experts_shape(QWEN3_MOE, qk_norm=True),
+    "deepseek v3": DEEPSEEK,
     "gpt2, tied": GPT2,
     "gpt2, untied": small_shape(family="gpt2", num_key_value_heads=4),
 }
@@ -35,6 +39,9 @@ def test_parts_are_the_whole_of_each_tensor_and_of_each_file_tensor(shape):
     parts = file_parts(shape)
     in_files = {}
     for tensor in catalogue(shape):
+        if tensor.name.endswith("tokens_per_expert"):
+            assert tensor.name not in parts  # it begins at zero
+            continue
         assert sum(volume(part.box) for part in parts[tensor.name]) == tensor.numel
         for part in parts[tensor.name]:
             in_files.setdefault(part.tensor, []).append(part.file_box)
@@ -65,6 +72,38 @@ def test_gpt_2_fuses_queries_keys_and_values_and_stands_transposed():
     assert not parts["embed_tokens.weight"][0].transposed
 
 
+def test_each_expert_lies_apart_under_its_global_number():
+    parts = file_parts(DEEPSEEK)["layers.2.mlp.experts.down_proj"]
+
+    assert [part.box for part in parts] == [((e, e + 1), (0, 64), (0, 32)) for e in range(8)]
+    assert {part.file_box for part in parts} == {((0, 64), (0, 32))}
+    assert parts[5].tensor == "model.layers.2.mlp.experts.5.down_proj.weight"
+
+
+def test_mixtral_has_its_own_names():
+    parts = file_parts(SHAPES["mixtral"])
+    module = "model.layers.1.block_sparse_moe"
+
+    assert parts["layers.1.mlp.gate.weight"][0].tensor == f"{module}.gate.weight"
+    found = {name: parts[f"layers.1.mlp.experts.{name}"][3].tensor for name in ("gate_proj", "up_proj", "down_proj")}
+    assert found == {
+        "gate_proj": f"{module}.experts.3.w1.weight",
+        "up_proj": f"{module}.experts.3.w3.weight",
+        "down_proj": f"{module}.experts.3.w2.weight",
+    }
+
+
+def test_the_layer_that_predicts_further_is_passed_over_where_deepseek_s_files_have_it():
+    more = {
+        "model.layers.3.eh_proj.weight": ("float32", (64, 128)),
+        "model.layers.3.mlp.up_proj.weight": ("int8", (1,)),
+    }
+
+    assert located(DEEPSEEK, files_of(DEEPSEEK, **more)) == located(DEEPSEEK, files_of(DEEPSEEK))
+    (problem,) = refusal(DEEPSEEK, files_of(DEEPSEEK, **{"model.layers.4.eh_proj.weight": ("float32", (64, 128))}))
+    assert "layers.4.eh_proj.weight is there, but" in problem
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_names_are_read_with_the_prefix_and_without(shape):
     full = files_of(shape)
@@ -86,6 +125,12 @@ def test_the_head_of_a_tied_model_is_told_where_it_is_there():
     head = {"lm_head.weight": ("float32", (61, 64))}
 
     assert located(shape, files_of(shape, **head)).keys() - located(shape, files_of(shape)).keys() == {"lm_head.weight"}
+
+
+def test_an_expert_that_is_missing_is_told_by_its_number():
+    name = "model.layers.1.mlp.experts.6.up_proj.weight"
+
+    assert refusal(DEEPSEEK, files_of(DEEPSEEK, **{name: None})) == (f"{name} is missing",)
 
 
 @pytest.mark.parametrize(

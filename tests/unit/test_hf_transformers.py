@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
-from tests.shapes import small_shape
+from tests.shapes import MIXTRAL, QWEN3_MOE, experts_shape, latent_shape, small_shape
 from tests.shelves import export, load, random_weights
 from tests.unit.test_cli import call
 
 from dynatrain.data.tokenizer import byte_tokenizer
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.keyed import KeyedStream
+from dynatrain.space.blocks import COUNTERS
 from dynatrain.space.decoder import DecoderShape
 
 UNLIKE_DEFAULTS = {"norm_eps": 3e-4, "dropout": 0.1}
@@ -20,23 +21,15 @@ SHAPES = {
     "llama, tied": small_shape(tie_word_embeddings=True, num_key_value_heads=4),
     "qwen3": small_shape(qk_norm=True, head_dim=32, rope_theta=777.0, **UNLIKE_DEFAULTS),
     "qwen3, tied": small_shape(qk_norm=True, tie_word_embeddings=True, num_key_value_heads=1),
+    "mixtral": experts_shape(MIXTRAL, rope_theta=777.0, **UNLIKE_DEFAULTS),
+    "qwen3 moe": experts_shape(QWEN3_MOE, qk_norm=True, head_dim=32, rope_theta=777.0, **UNLIKE_DEFAULTS),
+    "deepseek v3": latent_shape(rope_theta=777.0, **UNLIKE_DEFAULTS),
+    "kimi k2, tied": latent_shape(n_group=1, topk_group=1, tie_word_embeddings=True),
     "gpt2": small_shape(**GPT2),
     "gpt2, tied": small_shape(tie_word_embeddings=True, **GPT2 | {"intermediate_size": 256}),
 }
 TOKENS = torch.arange(2 * 40).view(2, 40) * 7 % 61
 cases = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    """Imported late: it takes seconds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        import transformers  # noqa: PLC0415
-
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        yield transformers
 
 
 def logits_of(shape, weights):
@@ -70,7 +63,8 @@ def test_their_model_is_ours_after_import(transformers, tmp_path, shape, options
     config = transformers.AutoConfig.for_model(**shape.to_config(), bos_token_id=None, eos_token_id=None)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for value in model.parameters():  # biases and norms start at zeros and ones there
+        biases = [value for name, value in model.named_buffers() if name.endswith("correction_bias")]
+        for value in [*model.parameters(), *biases]:  # biases and norms start at zeros and ones there
             value.normal_(0, 0.1)
     model.save_pretrained(tmp_path, **options)
 
@@ -86,8 +80,8 @@ def test_a_weight_out_of_place_shows(shape):
     moved = {name: logits_of(shape, weights | {name: value.roll(-1, 0)}) for name, value in weights.items()}
     unseen = {name for name, logits in moved.items() if (logits - right).abs().max() < 5e-5}
 
-    # What is added to every key alike is added to every score of a query alike.
-    assert unseen == {name for name in weights if name.endswith("k_proj.bias")}
+    # What is added to every key alike is added to every score of a query alike; counters say what was, not what is.
+    assert unseen == {name for name in weights if name.endswith(("k_proj.bias", COUNTERS))}
 
 
 def test_an_export_with_its_tokenizer_generates(transformers, tmp_path):

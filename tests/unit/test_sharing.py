@@ -5,7 +5,7 @@ import pytest
 
 from dynatrain.data.samples import Samples
 from dynatrain.layout.text import parse_layout
-from dynatrain.train.step import IGNORED, Sharing
+from dynatrain.train.step import FILLER, IGNORED, Sharing
 
 SHARING = Sharing(global_sequences=8, micro_sequences=2)
 DATA = Samples(tokens=np.arange(100, dtype=np.uint16), sequence=3)
@@ -27,7 +27,8 @@ def test_every_target_of_every_sample_counts_once_and_no_other(layout, size):
                 real = batch.targets != IGNORED
                 assert (real.all(1) == real.any(1)).all()
                 assert (batch.targets == batch.inputs + 1)[real].all()
-                assert (batch.samples * 3 == batch.inputs[:, 0]).all()
+                assert (batch.samples * 3 == batch.inputs[:, 0])[real.any(1)].all()
+                assert (batch.samples[~real.any(1)] == FILLER).all()
                 assert batch.index >= 0 or not real.any()
                 counted += batch.samples[real.any(1)].tolist()
     assert sorted(counted) == ids.tolist()

@@ -102,8 +102,9 @@ def _missing(path: Path, manifest: Manifest, tensors: Catalogue) -> Iterator[str
     gone = [
         f"{tensor.name} {state.name}: the run's model has it, the files not"
         for tensor in model
-        for state in tensor.states
-        if state.name not in found[tensor.name]
+        for number, state in enumerate(tensor.states)
+        # In the files a buffer's value has the place that a parameter's has.
+        if (state.name if number else "param") not in found.get(tensor.name, ())
     ]
     yield from gone[:_SHOWN]
     if len(gone) > _SHOWN:

@@ -19,8 +19,9 @@ from dynatrain.config.own import TOKENIZER
 from dynatrain.data.tokenizer import END, SETTINGS, copy_tokenizer
 from dynatrain.execute.hf_folder import INDEX, SINGLE, shelf_of
 from dynatrain.execute.shelf import Shelf, Stored
-from dynatrain.execute.tensor_file import WeightsError, allocate, open_to_fill
+from dynatrain.execute.tensor_file import Looks, WeightsError, allocate, open_to_fill
 from dynatrain.observe.atomic import sync_folder
+from dynatrain.space.blocks import BIAS
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.space.hf_config import read_json
 from dynatrain.space.hf_names import file_shapes
@@ -42,7 +43,7 @@ class Export:
         path: where the folder will be.
         draft: where its files are meanwhile.
         shape: of the model.
-        dtype: element type of the files, a key of :data:`WRITTEN_DTYPES`.
+        dtype: element type of the parameters in the files, a key of :data:`WRITTEN_DTYPES`.
         max_shard_bytes: bytes of data up to which tensors share a file; a longer one has a file of its own.
     """
 
@@ -71,8 +72,8 @@ class Export:
         made = cls(path=path, draft=draft, shape=shape, dtype=dtype, max_shard_bytes=max_shard_bytes)
         try:
             draft.chmod(0o755)
-            for name, shapes in made._files():
-                allocate(draft / name, shapes, WRITTEN_DTYPES[dtype])
+            for name, tensors in made._files():
+                allocate(draft / name, tensors)
         except OSError as error:
             made.discard()
             raise _unwritable(path, error) from None
@@ -107,24 +108,22 @@ class Export:
         """Leave nothing behind."""
         shutil.rmtree(self.draft, ignore_errors=True)
 
-    def _files(self) -> list[tuple[str, dict[str, tuple[int, ...]]]]:
-        """Name of each file, and the shapes of its tensors; a function of the attributes alone."""
-        shards: list[dict[str, tuple[int, ...]]] = [{}]
+    def _files(self) -> list[tuple[str, dict[str, Looks]]]:
+        """Name of each file, and its tensors; a function of the attributes alone."""
+        shards: list[dict[str, Looks]] = [{}]
         room = self.max_shard_bytes
         for name, shape in file_shapes(self.shape).items():
-            size = self._bytes(shape)
-            if size > room and shards[-1]:
+            # A bias that balances experts moves by steps that 16 bits would lose, and nobody reads it in them.
+            looks = (torch.float32 if name.endswith(BIAS) else WRITTEN_DTYPES[self.dtype], shape)
+            if (size := _bytes(looks)) > room and shards[-1]:
                 shards.append({})
                 room = self.max_shard_bytes
-            shards[-1][name] = shape
+            shards[-1][name] = looks
             room -= size
         if len(shards) == 1:
             return [(SINGLE, shards[0])]
         count = len(shards)
         return [(f"model-{n:05d}-of-{count:05d}.safetensors", shard) for n, shard in enumerate(shards, 1)]
-
-    def _bytes(self, shape: tuple[int, ...]) -> int:
-        return WRITTEN_DTYPES[self.dtype].itemsize * torch.Size(shape).numel()
 
     def _write_words(self, tokenizer: Path | None) -> None:
         """Everything but the weights."""
@@ -139,10 +138,10 @@ class Export:
             words["generation_config.json"] = {"eos_token_id": end}
         files = self._files()
         if len(files) > 1:
-            shapes = [shape for _, shard in files for shape in shard.values()]
+            tensors = [looks for _, shard in files for looks in shard.values()]
             total = {
-                "total_parameters": sum(torch.Size(shape).numel() for shape in shapes),
-                "total_size": sum(map(self._bytes, shapes)),
+                "total_parameters": sum(torch.Size(shape).numel() for _, shape in tensors),
+                "total_size": sum(map(_bytes, tensors)),
             }
             words[INDEX] = {"metadata": total, "weight_map": {name: file for file, shard in files for name in shard}}
         for name, content in words.items():
@@ -163,6 +162,11 @@ def require_writable(path: Path, dtype: str, max_shard_bytes: int) -> None:
         problems.append(f"max_shard_bytes is {max_shard_bytes}; at least 1")
     if problems:
         raise WeightsError("nothing can be exported like this", tuple(problems))
+
+
+def _bytes(looks: Looks) -> int:
+    dtype, shape = looks
+    return dtype.itemsize * torch.Size(shape).numel()
 
 
 def _tokenizer_words(source: Path, target: Path, longest: int) -> tuple[int | None, dict[str, Any]]:

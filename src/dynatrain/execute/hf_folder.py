@@ -9,8 +9,9 @@ import torch
 
 from dynatrain.execute.shelf import Shelf, Stored
 from dynatrain.execute.tensor_file import WeightsError, open_tensors
+from dynatrain.space.blocks import COUNTERS
 from dynatrain.space.box import whole, within
-from dynatrain.space.decoder import DecoderShape
+from dynatrain.space.decoder import DecoderShape, catalogue
 from dynatrain.space.hf_config import ModelError
 from dynatrain.space.hf_names import HEAD, FilePart, file_parts, located
 
@@ -21,7 +22,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def open_folder(path: Path, shape: DecoderShape) -> Shelf:
-    """The parameters of a model as a folder has them, to be read.
+    """The tensors of a model as a folder has them, to be read: parameters, and buffers where the model has some.
 
     Args:
         path: the folder.
@@ -40,7 +41,7 @@ def open_folder(path: Path, shape: DecoderShape) -> Shelf:
         names = located(shape, kinds)
     except ModelError as error:
         raise WeightsError(f"the weights in {path} are not those of its config.json", error.problems) from None
-    shelf = shelf_of(shape, {written: tensors[name] for written, name in names.items()})
+    shelf = {**shelf_of(shape, {written: tensors[name] for written, name in names.items()}), **_counters(shape, path)}
     if shape.tie_word_embeddings and HEAD in names:
         head, (embedding,) = tensors[names[HEAD]], shelf["embed_tokens.weight", "param"]
         if head.tensor.dtype != embedding.tensor.dtype or not torch.equal(head.tensor, embedding.tensor):
@@ -76,16 +77,28 @@ def read_tensors(path: Path) -> dict[str, Stored]:
 
 
 def shelf_of(shape: DecoderShape, tensors: Mapping[str, Stored]) -> Shelf:
-    """The logical parameters as views of file tensors, which go by their names as they are written."""
+    """The logical tensors that files have, as views of file tensors, which go by their names as they are written."""
+    parts = file_parts(shape)
     return {
-        (name, "param"): tuple(_seen_as(part, tensors[part.tensor]) for part in parts)
-        for name, parts in file_parts(shape).items()
+        (tensor.name, tensor.states[0].name): tuple(_seen_as(part, tensors[part.tensor]) for part in parts[tensor.name])
+        for tensor in catalogue(shape, optimizer_states=())
+        if tensor.name in parts
+    }
+
+
+def _counters(shape: DecoderShape, path: Path) -> Shelf:
+    """What no file has, since it begins at zero."""
+    return {
+        (tensor.name, tensor.states[0].name): (Stored(whole(tensor.shape), torch.zeros(tensor.shape).long(), path),)
+        for tensor in catalogue(shape, optimizer_states=())
+        if tensor.name.endswith(COUNTERS)
     }
 
 
 def _seen_as(part: FilePart, stored: Stored) -> Stored:
     view = stored.tensor[within(part.file_box, whole(tuple(stored.tensor.shape)))]
-    return Stored(part.box, view.T if part.transposed else view, stored.path)
+    view = view.T if part.transposed else view
+    return Stored(part.box, view[None] if len(part.box) > view.ndim else view, stored.path)
 
 
 def _indexed(path: Path) -> dict[str, str]:

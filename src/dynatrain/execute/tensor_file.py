@@ -81,18 +81,21 @@ def open_to_fill(path: Path) -> dict[str, Stored]:
     return _mapped(path, _entries(path), mmap.MAP_SHARED)
 
 
-def allocate(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+Looks = tuple[torch.dtype, tuple[int, ...]]
+"""Element type and shape of a tensor."""
+
+
+def allocate(path: Path, tensors: Mapping[str, Looks]) -> None:
     """Make a file of its full size, with all of its space taken on the disk and zeros for data.
 
     Args:
         path: where nothing may be yet.
-        shapes: of its tensors, by name.
-        dtype: of all of them.
+        tensors: what it has, by name.
 
     Raises:
         OSError: the place is taken, cannot be written, or has too little space.
     """
-    head, size = _header(shapes, dtype)
+    head, size = _header(tensors)
     with path.open("xb") as file:
         file.write(head)
         file.flush()
@@ -100,13 +103,16 @@ def allocate(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dty
         os.posix_fallocate(file.fileno(), 0, len(head) + size)
 
 
-def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[bytes, int]:
-    """The bytes before the data, and how many bytes of data follow: by name, without gaps, as the library lays them."""
+def _header(tensors: Mapping[str, Looks]) -> tuple[bytes, int]:
+    """The bytes before the data, and how many bytes of data follow.
+
+    As the library lays them: without gaps, the longest element types first, then by name.
+    """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in sorted(shapes):
-        start, end = end, end + math.prod(shapes[name]) * dtype.itemsize
-        entries[name] = {"dtype": _CODES[dtype], "shape": list(shapes[name]), "data_offsets": [start, end]}
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNED)
     return _LENGTH.pack(len(text)) + text, end

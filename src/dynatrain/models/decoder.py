@@ -5,7 +5,7 @@ if it is the last. It is plain torch and knows no layout: tensor parallelism (``
 and the head, ``RowwiseParallel`` on o, down), sequence parallelism of the norms, ``fully_shard`` and pipelining are
 applied to it from outside. Head counts come from the local weights, hence a rank that holds a part of the heads runs
 the same code. GPT-2's form has the same modules under the same names, less the gate and the rotation, plus biases and
-positions.
+positions. Experts and latent attention stand in their places under the same names.
 
 Legend of shapes: B samples, T tokens, H hidden size, N local heads, D head size.
 """
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dynatrain.models.experts import MixtureOfExperts
 from dynatrain.models.keyed import KeyedDropout, KeyedStream
+from dynatrain.models.latent import LatentAttention
 from dynatrain.models.names import strip_wrappers
 from dynatrain.space.decoder import GPT2, DecoderShape
 
@@ -97,11 +99,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, shape: DecoderShape) -> None:
+    def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, H] -> [B, T, H]."""
@@ -121,22 +123,37 @@ class GeluFeedForward(nn.Module):
         return self.down_proj(functional.gelu(self.up_proj(x), approximate="tanh"))
 
 
+def _attention(shape: DecoderShape, rotary: Rotary | None) -> nn.Module:
+    return Attention(shape, rotary) if shape.latent is None else LatentAttention(shape, rotary)
+
+
+def _mlp(shape: DecoderShape, layer: int, streams: KeyedStream) -> nn.Module:
+    if shape.family == GPT2:
+        return GeluFeedForward(shape)
+    if not shape.has_experts(layer):
+        return FeedForward(shape.hidden_size, shape.intermediate_size)
+    width = shape.experts.shared_width
+    return MixtureOfExperts(shape, FeedForward(shape.hidden_size, width) if width else None, streams)
+
+
 class DecoderLayer(nn.Module):
     """One transformer block; ``layer`` is its global number. Under sequence parallel x holds a range of tokens."""
 
     def __init__(self, shape: DecoderShape, layer: int, rotary: Rotary | None, streams: KeyedStream) -> None:
         super().__init__()
         self.input_layernorm = _norm(shape, shape.hidden_size)
-        self.self_attn = Attention(shape, rotary)
+        self.self_attn = _attention(shape, rotary)
         self.self_attn_dropout = KeyedDropout(shape.dropout, f"layers.{layer}.self_attn", streams)
         self.post_attention_layernorm = _norm(shape, shape.hidden_size)
-        self.mlp = GeluFeedForward(shape) if shape.family == GPT2 else FeedForward(shape)
+        self.mlp = _mlp(shape, layer, streams)
         self.mlp_dropout = KeyedDropout(shape.dropout, f"layers.{layer}.mlp", streams)
 
     def forward(self, x: Tensor, samples: Tensor) -> Tensor:
         """[B, T, H] -> [B, T, H]; ``samples`` [B] are global sample numbers."""
         x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x)), samples)
-        return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), samples)
+        y = self.post_attention_layernorm(x)
+        y = self.mlp(y, samples) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y)
+        return x + self.mlp_dropout(y, samples)
 
 
 class DecoderPart(nn.Module):
@@ -157,7 +174,8 @@ class DecoderPart(nn.Module):
         self.shape = shape
         self.streams = streams
         placed = shape.family == GPT2  # by a learned vector, else by rotation
-        rotary = None if placed else Rotary(shape.head_dim, shape.rope_theta)
+        turned = shape.head_dim if shape.latent is None else shape.latent.qk_rope_head_dim
+        rotary = None if placed else Rotary(turned, shape.rope_theta)
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size) if first else None
         self.embed_positions = (
             nn.Embedding(shape.max_position_embeddings, shape.hidden_size) if first and placed else None

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynatrain.space.blocks import BIAS, COUNTERS
 from dynatrain.space.box import Box, shape_of, volume
 from dynatrain.space.decoder import DecoderShape
 
@@ -31,14 +32,14 @@ _BLOCK = 1 << 16
 def initial_rule(name: str, shape: DecoderShape) -> Rule:
     """How the parameter ``name`` (canonical) starts.
 
-    Norm weights are one, biases zero. Projections that write to the residual stream get a std that falls with depth, so
-    that the stream's variance at the end does not grow with the number of layers.
+    Norm weights are one, biases and counters zero. Projections that write to the residual stream get a std that falls
+    with depth, so that the stream's variance at the end does not grow with the number of layers.
     """
     if name.endswith("norm.weight"):
         return "ones"
-    if name.endswith(".bias"):
+    if name.endswith((".bias", BIAS, COUNTERS)):
         return "zeros"
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
+    if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
         return 0.02 / math.sqrt(2 * shape.num_hidden_layers)
     return 0.02
 

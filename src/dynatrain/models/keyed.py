@@ -33,11 +33,15 @@ class KeyedStream:
         seed: of the run.
         step: the step being computed; the loop sets it before each step.
         token_offset: global number of the first token in this rank's residual stream; 0 without sequence parallel.
+        token_weight: by how much one token's loss counts in what is differentiated: 1 / tokens of the global batch.
+        counting: whether routers count what they see: not while a part is run to learn the shapes of its outputs.
     """
 
     seed: int
     step: int = 0
     token_offset: int = 0
+    token_weight: float = 1.0
+    counting: bool = True
 
 
 class KeyedDropout(nn.Module):

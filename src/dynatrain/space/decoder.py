@@ -5,21 +5,21 @@ Names are Hugging Face's for Llama without the leading ``model.``, in every fami
 head, V vocabulary, P positions.
 """
 
-from collections.abc import Iterator
+import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from dynatrain.layout.legality import ModelLimits
+from dynatrain.space.blocks import COLUMNS, ROWS, SHARDED, Experts, Latent, Parameters, gated_mlp
 from dynatrain.space.hf_config import ModelError, decoder_fields, read_json, written_config
 from dynatrain.space.tensor import FIRST, ITEMSIZE, LAST, Catalogue, Cuts, State, Tensor
 
 LLAMA, GPT2 = FAMILIES = ("llama", "gpt2")
 """Families of decoders: see :class:`DecoderShape`."""
 
-_ROWS: Cuts = (("tp", 0), ("fsdp", 0))
-_COLUMNS: Cuts = (("tp", 1), ("fsdp", 0))
-_SHARDED: Cuts = (("fsdp", 0),)
+_NESTED = {"experts": Experts, "latent": Latent}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +28,11 @@ class DecoderShape:
 
     Attributes:
         hidden_size: width of the residual stream.
-        intermediate_size: width between the two halves of the MLP.
+        intermediate_size: width between the two halves of the MLP, where that has no experts.
         num_hidden_layers: transformer blocks.
         num_attention_heads: query heads.
         num_key_value_heads: key/value heads; divides the query heads.
-        head_dim: elements of one head; even where rotary embedding turns pairs.
+        head_dim: elements of one query or key head; even where rotary embedding turns all of it in pairs.
         vocab_size: rows of the embedding and of the head.
         tie_word_embeddings: embedding and head are one tensor.
         norm_eps: added to the mean square (``gpt2``: the variance) under the root.
@@ -42,6 +42,8 @@ class DecoderShape:
         dropout: probability with which an element that enters the residual stream is dropped.
         family: ``llama``: RMS norms, rotary embedding, SwiGLU, no biases (Qwen3 too, with ``qk_norm``); ``gpt2``: layer
             norms, learned positions, GELU by its tanh formula, a bias in every norm and linear layer but the head.
+        experts: what stands in place of the MLP (``llama``); None for a dense model.
+        latent: what stands in place of grouped-query attention (``llama``); None for that.
     """
 
     hidden_size: int
@@ -58,13 +60,15 @@ class DecoderShape:
     max_position_embeddings: int = 2048
     dropout: float = 0.0
     family: str = LLAMA
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         problems = [f"{name} is {getattr(self, name)}; at least 1" for name in _SIZES if getattr(self, name) < 1]
         if self.num_key_value_heads > 0 and self.num_attention_heads % self.num_key_value_heads:
             pair = f"{self.num_key_value_heads} do not divide {self.num_attention_heads}"
             problems.append(f"num_key_value_heads must divide num_attention_heads: {pair}")
-        problems += self._family_problems()
+        problems += self._family_problems() + self._block_problems()
         problems += [f"{name} is {getattr(self, name)}; above 0" for name in _REALS if not getattr(self, name) > 0]
         if not 0 <= self.dropout < 1:
             problems.append(f"dropout is {self.dropout}; from 0 up to, but not, 1")
@@ -75,7 +79,8 @@ class DecoderShape:
         if self.family not in FAMILIES:
             return [f"family is {self.family!r}; one of {', '.join(FAMILIES)}"]
         if self.family == LLAMA:
-            return [f"head_dim is {self.head_dim}; rotary embedding needs an even number"] if self.head_dim % 2 else []
+            odd = self.head_dim % 2 and self.latent is None
+            return [f"head_dim is {self.head_dim}; rotary embedding needs an even number"] if odd else []
         found = ["qk_norm is true; gpt2 has no norms of heads"] if self.qk_norm else []
         if self.num_key_value_heads != self.num_attention_heads:
             pair = f"{self.num_key_value_heads} for {self.num_attention_heads} heads"
@@ -83,7 +88,30 @@ class DecoderShape:
         if self.num_attention_heads * self.head_dim != self.hidden_size:
             wide = f"{self.num_attention_heads} heads of {self.head_dim}"
             found.append(f"hidden_size is {self.hidden_size}; gpt2 needs the width of its heads, {wide}")
+        if self.experts or self.latent:
+            found.append("gpt2 has one MLP and plain attention, no experts and no latent")
         return found
+
+    def _block_problems(self) -> list[str]:
+        found = self.experts.problems() if self.experts else []
+        if self.experts and not self.experts.first_k_dense_replace < self.num_hidden_layers:
+            dense = f"first_k_dense_replace is {self.experts.first_k_dense_replace}"
+            found.append(f"{dense}; below the number of layers, {self.num_hidden_layers}, or no layer has experts")
+        if self.latent is None:
+            return found
+        found += self.latent.problems()
+        if self.num_key_value_heads != self.num_attention_heads:
+            pair = f"{self.num_key_value_heads} for {self.num_attention_heads} heads"
+            found.append(f"num_key_value_heads is {pair}; latent attention has a key/value head for each")
+        if self.head_dim != self.latent.head_dim:
+            found.append(f"head_dim is {self.head_dim}; the two parts of a head have {self.latent.head_dim}")
+        if self.qk_norm:
+            found.append("qk_norm is true; latent attention has norms of its latents only")
+        return found
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer of this global number has experts in place of the MLP."""
+        return self.experts is not None and layer >= self.experts.first_k_dense_replace
 
     @classmethod
     def from_config(cls, config: dict[str, Any], *, to_train: bool = True) -> Self:
@@ -97,7 +125,12 @@ class DecoderShape:
         Raises:
             ModelError: with every missing value and every feature that is not built, by name.
         """
-        return cls(**decoder_fields(config, to_train=to_train))
+        fields = decoder_fields(config, to_train=to_train)
+        for name, kind in _NESTED.items():
+            of_it = {key: fields.pop(key) for key in list(fields) if key.startswith(f"{name}.")}
+            if of_it:
+                fields[name] = kind(**{key.removeprefix(f"{name}."): value for key, value in of_it.items()})
+        return cls(**fields)
 
     @classmethod
     def read_config(cls, path: Path, *, to_train: bool = True) -> Self:
@@ -105,18 +138,38 @@ class DecoderShape:
         return cls.from_config(read_json(path / "config.json" if path.is_dir() else path), to_train=to_train)
 
     def to_config(self) -> dict[str, Any]:
-        """The Hugging Face ``config.json`` of this shape; :meth:`from_config` reads it back."""
-        return written_config({name: getattr(self, name) for name in self.__slots__})
+        """The Hugging Face ``config.json`` of this shape; :meth:`from_config` reads it back.
+
+        Raises:
+            ModelError: no architecture of theirs has this combination.
+        """
+        return written_config(self.fields())
+
+    def fields(self) -> dict[str, Any]:
+        """All values by name, those of a nested value as ``experts.num_experts``."""
+        found: dict[str, Any] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if dataclasses.is_dataclass(value):
+                found |= {f"{name}.{inner.name}": getattr(value, inner.name) for inner in dataclasses.fields(value)}
+            else:
+                found[name] = value
+        return found
 
     def limits(self) -> ModelLimits:
         """What bounds the layouts of this shape."""
+        dense = {self.intermediate_size for layer in range(self.num_hidden_layers) if not self.has_experts(layer)}
+        shared = {self.experts.shared_width} if self.experts else set()
         return ModelLimits(
             num_layers=self.num_hidden_layers,
             num_heads=self.num_attention_heads,
             num_kv_heads=self.num_key_value_heads,
             hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
+            # What divides every MLP that there is; where there is none it is 0, which everything divides.
+            intermediate_size=math.gcd(*dense, *shared),
             vocab_size=self.vocab_size,
+            num_experts=self.experts.num_experts if self.experts else 0,
+            moe_intermediate_size=self.experts.moe_intermediate_size if self.experts else 0,
         )
 
 
@@ -170,51 +223,69 @@ def catalogue(
     D = shape.hidden_size  # noqa: N806  # the legend's names
     shape_VD = (shape.vocab_size, D)  # noqa: N806
     first = (FIRST, LAST) if shape.tie_word_embeddings else (FIRST,)
-    tensors = [Tensor("embed_tokens.weight", shape_VD, _ROWS, first, states, "embedding")]
+    tensors = [Tensor("embed_tokens.weight", shape_VD, ROWS, first, states, "embedding")]
     if shape.family == GPT2:
         shape_PD = (shape.max_position_embeddings, D)  # noqa: N806
-        tensors.append(Tensor("embed_positions.weight", shape_PD, _SHARDED, (FIRST,), states, "embedding"))
+        tensors.append(Tensor("embed_positions.weight", shape_PD, SHARDED, (FIRST,), states, "embedding"))
     for layer in range(shape.num_hidden_layers):
         unit = f"layers.{layer}"
-        tensors += [Tensor(f"{unit}.{name}", dims, cuts, (layer,), states, unit) for name, dims, cuts in _block(shape)]
+        found = _block(shape, layer)
+        tensors += [Tensor(f"{unit}.{name}", dims, cuts, (layer,), states, unit) for name, dims, cuts in found]
+        if shape.experts and shape.has_experts(layer):
+            buffers = shape.experts.buffers(dtype)
+            tensors += [
+                Tensor(f"{unit}.mlp.{name}", dims, (), (layer,), (State("buffer", kind),), unit)
+                for name, dims, kind in buffers
+            ]
     tensors += [Tensor(name, dims, cuts, last, states, "head") for name, dims, cuts in _norm(shape, "norm", D)]
     if not shape.tie_word_embeddings:
-        tensors.append(Tensor("lm_head.weight", shape_VD, _ROWS, last, states, "head"))
+        tensors.append(Tensor("lm_head.weight", shape_VD, ROWS, last, states, "head"))
     return tuple(tensors)
 
 
-Parameters = Iterator[tuple[str, tuple[int, ...], Cuts]]
-"""Name, shape and cuts of each parameter, in the order of construction."""
-
-
-def _block(shape: DecoderShape) -> Parameters:
+def _block(shape: DecoderShape, layer: int) -> Parameters:
     """One transformer block's."""
-    D, F, d = shape.hidden_size, shape.intermediate_size, shape.head_dim  # noqa: N806  # the legend's names
-    Hd, Kd = shape.num_attention_heads * d, shape.num_key_value_heads * d  # noqa: N806
+    D, F = shape.hidden_size, shape.intermediate_size  # noqa: N806  # the legend's names
     yield from _norm(shape, "input_layernorm", D)
-    yield from _linear(shape, "self_attn.q_proj", (Hd, D), _ROWS)
+    yield from (
+        _under("self_attn", shape.latent.parameters(D, shape.num_attention_heads)) if shape.latent else _heads(shape)
+    )
+    yield from _norm(shape, "post_attention_layernorm", D)
+    if shape.experts and shape.has_experts(layer):
+        yield from _under("mlp", shape.experts.parameters(D))
+    elif shape.family == LLAMA:
+        yield from _under("mlp", gated_mlp(D, F))
+    else:
+        yield from _linear(shape, "mlp.up_proj", (F, D), ROWS)
+        yield from _linear(shape, "mlp.down_proj", (D, F), COLUMNS)
+
+
+def _under(module: str, parameters: Parameters) -> Parameters:
+    return ((f"{module}.{name}", dims, cuts) for name, dims, cuts in parameters)
+
+
+def _heads(shape: DecoderShape) -> Parameters:
+    """Grouped-query attention's."""
+    D, d = shape.hidden_size, shape.head_dim  # noqa: N806  # the legend's names
+    Hd, Kd = shape.num_attention_heads * d, shape.num_key_value_heads * d  # noqa: N806
+    yield from _linear(shape, "self_attn.q_proj", (Hd, D), ROWS)
     heads: Cuts = ((f"tp{shape.num_key_value_heads}", 0), ("fsdp", 0))  # whole: more tp ranks than heads hold copies
     yield from _linear(shape, "self_attn.k_proj", (Kd, D), heads)
     yield from _linear(shape, "self_attn.v_proj", (Kd, D), heads)
-    yield from _linear(shape, "self_attn.o_proj", (D, Hd), _COLUMNS)
+    yield from _linear(shape, "self_attn.o_proj", (D, Hd), COLUMNS)
     if shape.qk_norm:
         yield from _norm(shape, "self_attn.q_norm", d)
         yield from _norm(shape, "self_attn.k_norm", d)
-    yield from _norm(shape, "post_attention_layernorm", D)
-    if shape.family == LLAMA:
-        yield from _linear(shape, "mlp.gate_proj", (F, D), _ROWS)
-    yield from _linear(shape, "mlp.up_proj", (F, D), _ROWS)
-    yield from _linear(shape, "mlp.down_proj", (D, F), _COLUMNS)
 
 
 def _norm(shape: DecoderShape, name: str, width: int) -> Parameters:
-    yield f"{name}.weight", (width,), _SHARDED
+    yield f"{name}.weight", (width,), SHARDED
     if shape.family == GPT2:
-        yield f"{name}.bias", (width,), _SHARDED
+        yield f"{name}.bias", (width,), SHARDED
 
 
 def _linear(shape: DecoderShape, name: str, out_by_in: tuple[int, int], cuts: Cuts) -> Parameters:
     yield f"{name}.weight", out_by_in, cuts
     if shape.family == GPT2:
         # Where tp cuts the sum over the inputs, the bias is added once, after the sum: all its ranks hold a copy.
-        yield f"{name}.bias", out_by_in[:1], _SHARDED if cuts == _COLUMNS else cuts
+        yield f"{name}.bias", out_by_in[:1], SHARDED if cuts == COLUMNS else cuts

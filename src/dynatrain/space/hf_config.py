@@ -5,11 +5,17 @@ lacks a bias or a rope scaling would train, and be another model.
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-Config = dict[str, Any]
+from dynatrain.space.hf_architectures import (
+    ARCHITECTURES,
+    HEADS,
+    SIZES,
+    SIZES_OF_EXPERTS,
+    SIZES_OF_LATENTS,
+    Architecture,
+    Config,
+)
 
 
 class ModelError(ValueError):
@@ -24,95 +30,14 @@ class ModelError(ValueError):
         super().__init__("\n".join((what, *(f"  - {problem}" for problem in problems))))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Architecture:
-    """How the ``config.json`` of one architecture describes a decoder.
-
-    Attributes:
-        name: its entry in ``architectures``.
-        model_type: Hugging Face's short name.
-        fixed: fields of a ``DecoderShape`` that the architecture itself decides.
-        keys: field of a ``DecoderShape`` -> its key.
-        required: fields that the file must give.
-        defaults: fields where the file does not say: of the architecture's own configuration class.
-        activation: key of the activation, and what may stand there.
-        attention_dropout: its key, and its value where the file does not say.
-        said: what a written file says besides.
-    """
-
-    name: str
-    model_type: str
-    fixed: Config
-    keys: dict[str, str]
-    required: tuple[str, ...]
-    defaults: Config
-    activation: tuple[str, tuple[str, ...]]
-    attention_dropout: tuple[str, float]
-    said: Config
-
-
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_HEADS = ("num_key_value_heads", "head_dim")
-_LLAMA_LIKE: Config = {
-    "keys": {
-        **{field: field for field in (*_SIZES, *_HEADS, "tie_word_embeddings")},
-        "norm_eps": "rms_norm_eps",
-        "rope_theta": "rope_theta",
-        "max_position_embeddings": "max_position_embeddings",
-        # Hugging Face has no residual dropout for these architectures; GPT-2's name for it is the known one.
-        "dropout": "resid_pdrop",
-    },
-    "activation": ("hidden_act", ("silu",)),
-    "attention_dropout": ("attention_dropout", 0.0),
-    "said": {"attention_bias": False},
-}
-_LLAMA_DEFAULTS: Config = {"tie_word_embeddings": False, "norm_eps": 1e-6, "rope_theta": 10000.0, "dropout": 0.0}
-
-ARCHITECTURES = (
-    Architecture(
-        name="LlamaForCausalLM",
-        model_type="llama",
-        fixed={"family": "llama", "qk_norm": False},
-        required=_SIZES,
-        defaults={**_LLAMA_DEFAULTS, "max_position_embeddings": 2048},
-        **_LLAMA_LIKE,
-    ),
-    Architecture(
-        name="Qwen3ForCausalLM",
-        model_type="qwen3",
-        fixed={"family": "llama", "qk_norm": True},
-        required=(*_SIZES, *_HEADS),
-        defaults={**_LLAMA_DEFAULTS, "max_position_embeddings": 32768},
-        **_LLAMA_LIKE,
-    ),
-    Architecture(
-        name="GPT2LMHeadModel",
-        model_type="gpt2",
-        fixed={"family": "gpt2", "qk_norm": False},
-        keys={
-            "hidden_size": "n_embd",
-            "intermediate_size": "n_inner",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "vocab_size": "vocab_size",
-            "tie_word_embeddings": "tie_word_embeddings",
-            "norm_eps": "layer_norm_epsilon",
-            "max_position_embeddings": "n_positions",
-            "dropout": "resid_pdrop",
-        },
-        required=("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
-        defaults={"tie_word_embeddings": True, "norm_eps": 1e-5, "max_position_embeddings": 1024, "dropout": 0.1},
-        activation=("activation_function", ("gelu_new", "gelu_pytorch_tanh")),
-        attention_dropout=("attn_pdrop", 0.1),
-        said={"attn_pdrop": 0.0},
-    ),
-)
-"""All that are built."""
-
 _OF_KIND: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys((*_SIZES, *_HEADS, "max_position_embeddings"), (int,)),
+    **dict.fromkeys((*SIZES, *HEADS, "max_position_embeddings"), (int,)),
+    **dict.fromkeys((*SIZES_OF_EXPERTS, *SIZES_OF_LATENTS), (int,)),
+    **dict.fromkeys(("experts.n_shared_experts", "experts.first_k_dense_replace"), (int,)),
+    **dict.fromkeys(("experts.n_group", "experts.topk_group"), (int,)),
     **dict.fromkeys(("norm_eps", "rope_theta", "dropout"), (int, float)),
-    "tie_word_embeddings": (bool,),
+    **dict.fromkeys(("experts.routed_scaling_factor", "experts.router_aux_loss_coef"), (int, float)),
+    **dict.fromkeys(("tie_word_embeddings", "experts.norm_topk_prob"), (bool,)),
 }
 
 
@@ -142,6 +67,7 @@ def decoder_fields(config: Config, *, to_train: bool) -> Config:
     # A null says no more than a key that is not there.
     given = {key: value for key, value in config.items() if value is not None}
     architecture = _architecture(given)
+    given = {key: given[other] for other, key in architecture.also.items() if other in given} | given
     keys = architecture.keys
     values = {field: given[key] for field, key in keys.items() if key in given}
     rope = given.get("rope_parameters", {})
@@ -160,12 +86,18 @@ def decoder_fields(config: Config, *, to_train: bool) -> Config:
         "num_key_value_heads": heads,
         "head_dim": width // max(heads, 1),
     }
+    if "latent.kv_lora_rank" in values:
+        by_size["head_dim"] = values["latent.qk_nope_head_dim"] + values["latent.qk_rope_head_dim"]
     return by_size | architecture.defaults | values | architecture.fixed
 
 
 def written_config(fields: Config) -> Config:
-    """The ``config.json`` of a ``DecoderShape``'s fields: what :func:`decoder_fields` reads."""
-    architecture = next(one for one in ARCHITECTURES if one.fixed.items() <= fields.items())
+    """The ``config.json`` of a ``DecoderShape``'s fields: what :func:`decoder_fields` reads.
+
+    Raises:
+        ModelError: no architecture has this combination.
+    """
+    architecture = architecture_of(fields)
     values = {key: fields[field] for field, key in architecture.keys.items()}
     if architecture.model_type == "gpt2":
         values["embd_pdrop"] = fields["dropout"]
@@ -177,8 +109,24 @@ def written_config(fields: Config) -> Config:
         "model_type": architecture.model_type,
         **values,
         activation: usual,
+        **architecture.only,
         **architecture.said,
     }
+
+
+def architecture_of(fields: Config) -> Architecture:
+    """The architecture that has a decoder of these fields.
+
+    Raises:
+        ModelError: none has.
+    """
+    for one in ARCHITECTURES:
+        if one.fixed.items() <= fields.items() and one.keys.keys() <= fields.keys():
+            values = {key: fields[field] for field, key in one.keys.items()}
+            if all(fields[field] == values[key] for field, key in one.keys.items()):  # two fields may have one key
+                return one
+    rule = f"built are those of {', '.join(one.name for one in ARCHITECTURES)}, each with its own kind of experts"
+    raise ModelError("Hugging Face has no architecture for this combination of attention, MLP and experts", (rule,))
 
 
 def _architecture(given: Config) -> Architecture:
@@ -205,14 +153,19 @@ def _changes_tensors(given: Config, architecture: Architecture) -> list[str]:
     key, built = architecture.activation
     if given.get(key, built[0]) not in built:
         found.append(f"{key} {given[key]!r} is not built; only {' or '.join(map(repr, built))}")
-    if "quantization_config" in given:
-        found.append("quantization_config is not built; only weights as they are")
+    found += [
+        f"{key} {given[key]!r} is not built; only {built!r}"
+        for key, built in architecture.only.items()
+        if given.get(key, built) != built
+    ]
     return found
 
 
 def _changes_computation(given: Config, architecture: Architecture) -> list[str]:
-    """Features that leave every tensor as it is."""
+    """Features that leave every tensor as it is, but for how files have it."""
     found = []
+    if "quantization_config" in given:
+        found.append("quantization_config is not built; only weights as they are")
     for key in ("rope_scaling", "rope_parameters"):
         rope = given.get(key, {})
         kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
@@ -222,9 +175,13 @@ def _changes_computation(given: Config, architecture: Architecture) -> list[str]
         found.append(f"partial_rotary_factor {given['partial_rotary_factor']} is not built; only 1")
     found += [
         f"{key} is not built; only false"
-        for key in ("use_sliding_window", "scale_attn_by_inverse_layer_idx")
+        for key in ("use_sliding_window", "scale_attn_by_inverse_layer_idx", "router_jitter_noise")
         if given.get(key)
     ]
+    if architecture.model_type == "mixtral" and "sliding_window" in given:
+        found.append(f"sliding_window {given['sliding_window']} is not built; only null")
+    if not given.get("rope_interleave", True):
+        found.append("rope_interleave false is not built; only true")
     if not given.get("scale_attn_weights", True):
         found.append("scale_attn_weights false is not built; only true")
     key, usual = architecture.attention_dropout

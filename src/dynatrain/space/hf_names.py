@@ -1,17 +1,18 @@
 """Where each logical tensor of a decoder lies in a Hugging Face folder: which file tensor, which box of it, which way.
 
-Files have Llama's tensors as we do, under a prefix. GPT-2's keep queries, keys and values fused in one tensor, and
-linear weights as ``[in, out]``. All of that is a value here: whoever reads or writes makes views by it, and copies
-boxes.
+Files have Llama's tensors as we do, under a prefix, but each expert's apart. GPT-2's keep queries, keys and values
+fused in one tensor, and linear weights as ``[in, out]``. All of that is a value here: whoever reads or writes makes
+views by it, and copies boxes.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from dynatrain.space.blocks import COUNTERS
 from dynatrain.space.box import Box, whole
 from dynatrain.space.decoder import GPT2, DecoderShape, catalogue
-from dynatrain.space.hf_config import ModelError
+from dynatrain.space.hf_config import ModelError, architecture_of
 
 HEAD = "lm_head.weight"
 """The head in a file, which has no prefix. Absent where it is tied."""
@@ -29,6 +30,7 @@ _BLOCK = {
     "mlp.up_proj": "mlp.c_fc",
     "mlp.down_proj": "mlp.c_proj",
 }
+_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _AROUND = {"embed_tokens": "wte", "embed_positions": "wpe", "norm": "ln_f"}
 _FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _PREFIX = re.compile(r"(model|transformer)\.")
@@ -44,7 +46,7 @@ class FilePart:
     Attributes:
         box: in the logical tensor.
         tensor: name of the file tensor, as it is written.
-        file_box: in the file tensor.
+        file_box: in the file tensor; without the first dim where that holds one expert.
         transposed: the file tensor has the two dims the other way round.
     """
 
@@ -55,14 +57,26 @@ class FilePart:
 
 
 def file_parts(shape: DecoderShape) -> dict[str, tuple[FilePart, ...]]:
-    """Of each logical tensor, its parts: together the whole of it, without overlap."""
-    tensors = catalogue(shape, optimizer_states=())
-    if shape.family == GPT2:
-        return {tensor.name: (_gpt2_part(tensor.name, tensor.shape),) for tensor in tensors}
-    return {
-        tensor.name: (FilePart(whole(tensor.shape), _llama_name(tensor.name), whole(tensor.shape)),)
-        for tensor in tensors
-    }
+    """Of each logical tensor, its parts: together the whole of it, without overlap. What no file has is absent.
+
+    Raises:
+        ModelError: no architecture of Hugging Face has this shape.
+    """
+    architecture = architecture_of(shape.fields()).model_type
+    found: dict[str, tuple[FilePart, ...]] = {}
+    for tensor in catalogue(shape, optimizer_states=()):
+        if tensor.name.endswith(COUNTERS):
+            continue
+        if shape.family == GPT2:
+            found[tensor.name] = (_gpt2_part(tensor.name, tensor.shape),)
+        elif ".experts." in tensor.name:
+            found[tensor.name] = tuple(_expert_parts(tensor.name, tensor.shape, architecture))
+        else:
+            name = _llama_name(tensor.name)
+            if architecture == "mixtral":
+                name = name.replace(".mlp.", ".block_sparse_moe.")
+            found[tensor.name] = (FilePart(whole(tensor.shape), name, whole(tensor.shape)),)
+    return found
 
 
 def file_shapes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
@@ -95,6 +109,8 @@ def located(shape: DecoderShape, found: Mapping[str, tuple[str, tuple[int, ...]]
     names: dict[str, str] = {}
     problems = []
     for name in found:
+        if _predicts_further(shape, name):
+            continue
         bare = _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name
         written = by_bare.get(bare)
         if written is None:
@@ -114,6 +130,12 @@ def located(shape: DecoderShape, found: Mapping[str, tuple[str, tuple[int, ...]]
     return names
 
 
+def _predicts_further(shape: DecoderShape, name: str) -> bool:
+    """Whether a tensor is of the layer behind the last that DeepSeek's files have, which predicts one token more."""
+    further = rf"(model\.)?layers\.{shape.num_hidden_layers}\..*"
+    return shape.latent is not None and re.fullmatch(further, name) is not None
+
+
 def _missing(name: str) -> str:
     hint = "; a model that shares it with the embedding says tie_word_embeddings true" if name == HEAD else ""
     return f"{name} is missing{hint}"
@@ -128,6 +150,16 @@ def _misfits(name: str, dtype: str, seen: tuple[int, ...], wanted: tuple[int, ..
 
 def _llama_name(name: str) -> str:
     return name if name == HEAD else f"model.{name}"
+
+
+def _expert_parts(name: str, shape: tuple[int, ...], architecture: str) -> Iterator[FilePart]:
+    """Each expert of a stacked tensor, which has its own file tensor."""
+    module, projection = _llama_name(name).rsplit(".", 1)
+    if architecture == "mixtral":
+        module, projection = module.replace(".mlp.", ".block_sparse_moe."), _MIXTRAL[projection]
+    one = whole(shape[1:])
+    for expert in range(shape[0]):
+        yield FilePart(((expert, expert + 1), *one), f"{module}.{expert}.{projection}.weight", one)
 
 
 def _gpt2_part(name: str, shape: tuple[int, ...]) -> FilePart:

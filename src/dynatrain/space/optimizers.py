@@ -76,7 +76,10 @@ OPTIMIZERS: dict[str, Beside] = {
 
 
 def beside(catalogue: Catalogue, kept: Beside) -> Catalogue:
-    """The same tensors with their values and what ``kept`` says beside them."""
+    """The same tensors with their values and what ``kept`` says beside them; nothing is kept beside a buffer."""
     return tuple(
-        replace(one, states=(one.states[0], *kept(one.name, one.shape, one.states[0].dtype))) for one in catalogue
+        replace(one, states=(one.states[0], *kept(one.name, one.shape, one.states[0].dtype)))
+        if one.states[0].name == "param"
+        else one
+        for one in catalogue
     )

@@ -19,8 +19,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.stages import stage_ranges
+from dynatrain.layout.text import short_layout
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.keyed import KeyedStream
 from dynatrain.space.decoder import GPT2, DecoderShape
@@ -59,7 +61,13 @@ def build_part(
         mesh: of ``layout``, with all axes.
         seed: of the keyed streams (dropout).
         precision: of parameters and compute.
+
+    Raises:
+        LayoutError: tp would cut experts or latents, which is not built.
     """
+    if layout.size("tp") > 1 and (shape.experts or shape.latent):
+        rule = f"tp{layout.size('tp')} cuts plain attention and MLPs; experts and latents are trained without tp so far"
+        raise LayoutError(f"{short_layout(layout)} is not built for this model", (rule,))
     stage = mesh.get_local_rank("pp")
     layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
     streams = KeyedStream(seed=seed)

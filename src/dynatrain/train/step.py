@@ -7,7 +7,7 @@ in the same collectives.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,9 +25,13 @@ IGNORED = -100
 """Target that carries no loss, as in ``torch.nn.functional.cross_entropy``."""
 
 
+FILLER = -1
+"""Number of a sample that only fills a batch up: routers count no sample below 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One micro-batch: ``inputs`` and ``targets`` int64 [B, T], ``samples`` int64 [B] (global sample ids)."""
+    """One micro-batch: ``inputs`` and ``targets`` int64 [B, T], ``samples`` int64 [B] (global ids, or FILLER)."""
 
     index: int
     inputs: torch.Tensor
@@ -85,6 +89,7 @@ class Sharing:
             free = (places >= len(ids)) | (index < 0)
             if free.any():
                 targets = targets.masked_fill(torch.from_numpy(free).to(device)[:, None], IGNORED)
+                samples = np.where(free, FILLER, samples)
             made.append(MicroBatch(index, inputs, targets, torch.from_numpy(samples).to(device)))
             width = targets.shape[1]
         return made, len(ids) * width
@@ -95,6 +100,25 @@ def my_indices(num_micro_batches: int, data_ranks: int, data_rank: int) -> list[
     shares = micro_shares(num_micro_batches, data_ranks)
     mine = shares[data_rank]
     return [*mine, *[-1] * (len(shares[0]) - len(mine))]
+
+
+class _Stage(PipelineStage):
+    """A stage of a decoder, whose routers count real micro-batches alone.
+
+    Before the first of them torch runs the part forward and backward, on numbers of its own, to learn shapes.
+    """
+
+    def __init__(self, part: nn.Module, *args: Any, **options: Any) -> None:
+        super().__init__(part, *args, **options)
+        self._streams = part.streams
+        self._streams.counting = False
+
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        self._streams.counting = True
+        try:
+            return super().forward_one_chunk(*args, **options)
+        finally:
+            self._streams.counting = False
 
 
 class StepRunner:
@@ -121,7 +145,7 @@ class StepRunner:
         self._schedule = None
         if layout.size("pp") > 1:
             device = torch.device(mesh.device_type)
-            stage = PipelineStage(part, self._stage, layout.size("pp"), device, group=mesh.get_group("pp"))
+            stage = _Stage(part, self._stage, layout.size("pp"), device, group=mesh.get_group("pp"))
             kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[schedule]
             # Gradients are summed, not averaged: the loss of each micro-batch is already over the global tokens.
             share = -(-num_micro_batches // layout.data_ranks)

@@ -16,11 +16,12 @@ from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.initial import initial_box, initial_rule
+from dynatrain.models.routing import balance
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.train.adopt import adopt
 from dynatrain.train.live import box_of, cuts_of
 from dynatrain.train.optimizer import Counted, OptimizerSettings, clip, lr_factor, optimizer_of, step_totals
-from dynatrain.train.parallel import Precision, build_part, master_dtype
+from dynatrain.train.parallel import Precision, build_part
 from dynatrain.train.step import Data, MicroBatch, Sharing, StepRunner
 from dynatrain.train.switcher import Switcher
 from dynatrain.train.torch_private import local_tensor
@@ -68,12 +69,11 @@ class Job:
     def initial(self, world: World, memory: Pool) -> None:
         """Fill a first world: each box is generated alone, as a function of (seed, name, global index)."""
         rank = dist.get_rank()
-        dtype = master_dtype(self.precision.compute)
         flats = {}
         for name, entry in world.found.items():
             shape = tuple(entry.value.shape)
             box = box_of(shape, cuts_of(entry.value), world.layout, rank)
-            rule = initial_rule(name, self.shape)
+            rule, dtype = initial_rule(name, self.shape), entry.value.dtype
             values = initial_box(self.seed, name, shape, box, rule=rule, dtype=dtype).flatten()
             flat = torch.zeros(entry.stored, dtype=dtype, device=memory.device)
             flat[: values.numel()] = values
@@ -83,6 +83,10 @@ class Job:
     def scheduler(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         """The learning-rate schedule, in steps."""
         return LambdaLR(optimizer, lr_factor(self.optimizer))
+
+
+BALANCE_RATE = 1e-3
+"""By which the biases of routers move after each step: DeepSeek-V3's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +164,7 @@ class Trainer:
         seconds = time.perf_counter() - began
         if self.switcher.doomed:
             return  # it comes again
+        balance(bound.part, bound.over_data_ranks, BALANCE_RATE)
         self._after_step(
             StepResult(step=step, loss=loss, grad_norm=norm, lr=rate, tokens=tokens, seconds=seconds, ids=ids)
         )
@@ -212,6 +217,7 @@ class _Bound:
     def forward_backward(self, step: int, batches: list[MicroBatch], tokens: int) -> tuple[float, float]:
         """Gradients into ``.grad``; the step's loss and global norm, equal on all ranks."""
         self.part.streams.step = step
+        self.part.streams.token_weight = 1 / tokens
         width = self.layout.size("tp")
         sequence = batches[0].inputs.shape[1]
         self.part.streams.token_offset = self.at.tp * (sequence // width) if self.layout.sp else 0
@@ -220,6 +226,12 @@ class _Bound:
             losses.zero_()  # tp ranks share the micro-batches of their data rank: one of them tells
         self._reduce_tied()
         return step_totals(losses, self._counted, self._slots, dist.group.WORLD, exact=self.job.optimizer.exact_norm)
+
+    def over_data_ranks(self, counts: torch.Tensor) -> torch.Tensor:
+        """``counts``, summed in place over the ranks with other samples; those of tp see the same."""
+        for axis in ("dp", "fsdp"):
+            dist.all_reduce(counts, group=self.world.mesh.get_group(axis))
+        return counts
 
     def _reduce_tied(self) -> None:
         """Add up the gradients of a tensor that two stages hold: equal slices, exchanged by the two holders."""

@@ -32,6 +32,7 @@ from dynatrain.observe.checkpoints import (
 )
 from dynatrain.space.box import whole
 from dynatrain.space.decoder import DecoderShape, catalogue
+from dynatrain.space.tensor import Tensor
 from dynatrain.train.keys import flat, granule_path
 
 
@@ -54,7 +55,7 @@ def open_checkpoint(path: Path, shape: DecoderShape) -> Shelf:
         elif found != tensor.shape:
             wrong.append(f"{key} has shape {found}, the model's is {tensor.shape}")
         else:
-            shelf[tensor.name, "param"] = folder.stored(key)
+            shelf[tensor.name, tensor.states[0].name] = folder.stored(key)
     wrong += [] if wrong else judge_shelf(tensors, boxes_of(shelf, tensors))
     if wrong:
         raise FolderError(f"{path} does not have the weights of this model", tuple(wrong))
@@ -121,9 +122,11 @@ def read_model(source: Shelf, shape: DecoderShape, dtype: torch.dtype) -> Decode
     """The whole model on the CPU, to compute with and not to train."""
     with torch.device("meta"):
         model = DecoderPart(shape, range(shape.num_hidden_layers), first=True, last=True, streams=KeyedStream(seed=0))
-    values = {tensor.name: torch.empty(tensor.shape, dtype=dtype) for tensor in catalogue(shape, optimizer_states=())}
-    copy(source, {(name, "param"): (_in_memory(value),) for name, value in values.items()})
-    model.load_state_dict(values, assign=True, strict=not shape.tie_word_embeddings)
+    tensors = catalogue(shape, _name_of(dtype), optimizer_states=())
+    values = {tensor: torch.empty(tensor.shape, dtype=_dtype_of(tensor)) for tensor in tensors}
+    copy(source, {(tensor.name, tensor.states[0].name): (_in_memory(value),) for tensor, value in values.items()})
+    named = {tensor.name: value for tensor, value in values.items()}
+    model.load_state_dict(named, assign=True, strict=not shape.tie_word_embeddings)
     model.tie()
     return model.eval().requires_grad_(requires_grad=False)
 
@@ -138,10 +141,19 @@ def _key(name: str) -> str:
 
 def _chunks(shelf: Shelf, shape: DecoderShape, dtype: torch.dtype) -> Iterator[Chunk]:
     """What a checkpoint has of each box; converted when it is written, one at a time."""
-    for tensor in catalogue(shape, optimizer_states=()):
-        for stored in shelf[tensor.name, "param"]:
-            data = partial(_converted, stored, dtype)
-            yield Chunk(_key(tensor.name), tensor.shape, dtype, stored.box, data)
+    for tensor in catalogue(shape, _name_of(dtype), optimizer_states=()):
+        for stored in shelf[tensor.name, tensor.states[0].name]:
+            data = partial(_converted, stored, _dtype_of(tensor))
+            yield Chunk(_key(tensor.name), tensor.shape, _dtype_of(tensor), stored.box, data)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(tensor: Tensor) -> torch.dtype:
+    """Element type of its value."""
+    return getattr(torch, tensor.states[0].dtype)
 
 
 def _converted(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
