@@ -10,8 +10,8 @@ A query that sees no key of a block has ``lse`` -inf and weighs nothing. Backwar
 
     P = exp(S - lse);  dV = P^T d_out;  dS = P * (d_out V^T - delta);  dQ = dS K;  dK = dS^T Q
 
-It is written out in matrix products, because no public operation of torch gives ``lse`` in fp64 or under a mask, nor takes
-it back. All is computed in the type of the operands: the caller gives fp32 at least.
+It is written out in matrix products, because no public operation of torch gives ``lse`` in fp64 or under a mask, nor
+takes it back. All is computed in the type of the operands: the caller gives fp32 at least.
 
 Legend of shapes: as in :mod:`dynatrain.models.attend`; G = N / K query heads to each key/value head, q queries, k keys.
 """
@@ -55,7 +55,7 @@ def block_backward(
 
 
 def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Add a block's part to ``out`` [..., q, E] and ``lse`` [..., q] over other keys, in place; they start as 0 and -inf."""
+    """Add a block's part to ``out`` [..., q, E] and ``lse`` [..., q] of other keys, in place; at first 0 and -inf."""
     both = torch.logaddexp(lse, block_lse)
     base = _finite(both)
     out.mul_(torch.exp(lse - base)[..., None])
@@ -69,7 +69,7 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor | None) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """``lse``, 0 where no key was seen: what is taken from it stays -inf, and not a number it would become else."""
+    """``lse``, with 0 where no key was seen: -inf less itself is not a number, less 0 it stays what it is."""
     return lse.masked_fill(lse == float("-inf"), 0)
 
 

@@ -3,8 +3,8 @@
 Three ways, each an :data:`~dynatrain.models.attend.Attend` that equals the single process, forward and backward:
 
 - :class:`GatheredAttention`: all keys and values are gathered, queries stay. Two collectives, memory for all keys.
-- :class:`UlyssesAttention`: tokens are exchanged for heads (Jacobs et al., arXiv 2309.14509): each rank has all tokens of
-  some heads. Least bytes, but no more ranks than heads.
+- :class:`UlyssesAttention`: tokens are exchanged for heads (Jacobs et al., arXiv 2309.14509): each rank has all tokens
+  of some heads. Least bytes, but no more ranks than heads.
 - :class:`~dynatrain.models.ring.RingAttention`: keys and values go round, point to point. No rank holds all of them.
 
 Legend of shapes: as in :mod:`dynatrain.models.attend`; P ranks of the group, t = T / P.
@@ -129,9 +129,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        gathered = x.new_empty(group.size(), *x.shape)
+        gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-        return gathered
+        return gathered.unflatten(0, (group.size(), -1))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

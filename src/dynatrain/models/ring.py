@@ -1,9 +1,9 @@
 """Ring attention (Liu et al., arXiv 2310.01889): keys and values go from rank to rank; queries stay.
 
 In hop h of P, rank i works on the keys and values of rank i - h, while the next ones are on their way. In the backward
-pass they go round once more, and behind them their gradients, to which each rank adds its own; one hop more brings these
-home. All messages are point to point, to the next rank and from the one before, and every rank posts them in one order:
-receive and send of hop h's keys, of hop h's gradients, of hop h + 1's keys. Nothing waits before it has posted.
+pass they go round once more, and behind them their gradients, to which each rank adds its own; one hop more brings
+these home. All messages are point to point, to the next rank and from the one before, and every rank posts them in one
+order: receive and send of hop h's keys, of hop h's gradients, of hop h + 1's keys. Nothing waits before it has posted.
 
 Blocks of keys that no query of a chunk may see are skipped: with the zig-zag of ``TokenShare`` every rank works on
 2P + 1 pairs of chunks. Sums are in fp32 at least. Nothing as large as t x T is ever held, and no rank holds the keys of
