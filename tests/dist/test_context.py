@@ -29,13 +29,8 @@ def operands(heads, dtype=torch.float64):
 
 def starts():
     """The first token of each token's document [B, T]."""
-    rows = [[first for first, length in zip((0, *cumulated(row)), row, strict=False) for _ in range(length)]
-            for row in LENGTHS]  # fmt: skip
-    return torch.tensor(rows)
-
-
-def cumulated(row):
-    return torch.tensor(row).cumsum(0).tolist()
+    rows = map(torch.tensor, LENGTHS)
+    return torch.stack([(row.cumsum(0) - row).repeat_interleave(row) for row in rows])
 
 
 def plain(q, k, v, d_out, *, packed):
@@ -43,8 +38,8 @@ def plain(q, k, v, d_out, *, packed):
     q, k, v, d_out = (x.double() for x in (q, k, v, d_out))
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     wide_k, wide_v = (x.repeat_interleave(N // x.shape[2], dim=2) for x in (k, v))
-    numbers = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) if packed
-                           else torch.zeros(T, dtype=torch.int64) for row in LENGTHS])  # fmt: skip
+    numbers = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in LENGTHS])
+    numbers = numbers * packed
     seen = (numbers[:, :, None] == numbers[:, None]) & torch.ones(T, T).tril().bool()
     scores = torch.einsum("bqnd,bknd->bnqk", q, wide_k) / math.sqrt(D)
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)

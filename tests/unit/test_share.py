@@ -40,7 +40,7 @@ def test_a_batch_is_cut_along_its_tokens():
     assert TokenShare(parts=3, part=2).of(x).tolist() == [[4, 5, 6, 7], [16, 17, 18, 19]]
 
 
-@pytest.mark.parametrize(("tokens", "near"), [(10, "8 or 12"), (3, "4 or 8"), (15, "12 or 16"), (0, "4")])
+@pytest.mark.parametrize(("tokens", "near"), [(10, "8 or 12"), (3, "4"), (15, "12 or 16"), (0, "4")])
 def test_a_sequence_that_cannot_be_cut_is_refused_with_the_nearest_that_can(tokens, near):
     with pytest.raises(ValueError, match=rf"{tokens} tokens; 2 context parallel ranks .* into 4 .*nearest: {near}$"):
         TokenShare(parts=2).attended(tokens)
@@ -70,7 +70,7 @@ def test_packed_documents_are_mixed_as_each_alone():
     alone = [attend_whole(*(x[:, part] for x in (q, k, v)), None) for part in map(slice, (0, 3, 4), (3, 4, 6))]
 
     torch.testing.assert_close(attend_whole(q, k, v, STARTS[:1]), torch.cat(alone, dim=1), rtol=0, atol=1e-15)
-    assert torch.equal(attend_whole(q, k, v, None)[:, :3], alone[0])
+    assert (attend_whole(q, k, v, None)[:, 3:] - torch.cat(alone[1:], dim=1)).abs().max() > 1e-3
 
 
 def test_torch_never_drops_attention_of_its_own(monkeypatch):
