@@ -20,6 +20,12 @@ LENGTHS = ((3, 20, 1, 16, 8), (48,))
 """Tokens of the documents of either sample: some shorter than a chunk, some over several."""
 
 
+ROWS = [torch.tensor(row) for row in LENGTHS]
+STARTS = torch.stack([(row.cumsum(0) - row).repeat_interleave(row) for row in ROWS])
+NUMBERS = torch.stack([torch.arange(len(row)).repeat_interleave(row) for row in ROWS])
+"""Of every token's document: its first token, and which one it is [B, T]."""
+
+
 def operands(heads, dtype=torch.float64):
     """q, k, v and the gradient of the result, of whole sequences."""
     generator = torch.Generator().manual_seed(heads)
@@ -27,19 +33,12 @@ def operands(heads, dtype=torch.float64):
     return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
 
 
-def starts():
-    """The first token of each token's document [B, T]."""
-    rows = map(torch.tensor, LENGTHS)
-    return torch.stack([(row.cumsum(0) - row).repeat_interleave(row) for row in rows])
-
-
 def plain(q, k, v, d_out, *, packed):
     """Attention by its formula on one process: the result, and the gradients of q, k and v."""
     q, k, v, d_out = (x.double() for x in (q, k, v, d_out))
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     wide_k, wide_v = (x.repeat_interleave(N // x.shape[2], dim=2) for x in (k, v))
-    numbers = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in LENGTHS])
-    numbers = numbers * packed
+    numbers = NUMBERS * packed
     seen = (numbers[:, :, None] == numbers[:, None]) & torch.ones(T, T).tril().bool()
     scores = torch.einsum("bqnd,bknd->bnqk", q, wide_k) / math.sqrt(D)
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
@@ -54,7 +53,7 @@ def shared(way, share, group, heads, *, packed, dtype=torch.float64, cut=slice(N
         k, v = (x[:, :, cut.start * heads // N : cut.stop * heads // N].clone() for x in (k, v))
     for x in (q, k, v):
         x.requires_grad_()
-    out = attend_over(way, share, group)(q, k, v, starts() if packed else None)
+    out = attend_over(way, share, group)(q, k, v, STARTS if packed else None)
     out.backward(d_out)
     return [out.detach(), q.grad, k.grad, v.grad]
 
