@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from dynatrain.models.attend import Attend
 from dynatrain.space.decoder import DecoderShape
 
 _NORM_EPS = 1e-6
@@ -23,15 +23,17 @@ class LatentAttention(nn.Module):
 
     Args:
         shape: with ``latent``.
-        rotary: turns [B, T, heads, r], where the two elements of a pair lie r/2 apart.
+        rotary: turns [B, T, heads, r], given the documents; the two elements of a pair lie r/2 apart.
+        attend: mixes the values.
     """
 
-    def __init__(self, shape: DecoderShape, rotary: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, shape: DecoderShape, rotary: Callable[[Tensor, Tensor | None], Tensor], attend: Attend) -> None:
         super().__init__()
         assert shape.latent is not None
         sizes = self.sizes = shape.latent
         heads, hidden = shape.num_attention_heads, shape.hidden_size
         self.rotary = rotary
+        self.attend = attend
         self.q_a_proj = nn.Linear(hidden, sizes.q_lora_rank, bias=False)
         self.q_a_layernorm = nn.RMSNorm(sizes.q_lora_rank, eps=_NORM_EPS)
         self.q_b_proj = nn.Linear(sizes.q_lora_rank, heads * sizes.head_dim, bias=False)
@@ -40,15 +42,11 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(sizes.kv_lora_rank, heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * sizes.v_head_dim, hidden, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, H] -> [B, T, H]; T is always the whole sequence."""
-        q, k, v = self._heads(x)
-        mixed = functional.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
-        )
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """[B, T, H] -> [B, T, H]; T are the tokens that this rank attends from, ``documents`` as of ``Attend``."""
+        return self.o_proj(self.attend(*self._heads(x, documents), documents).flatten(2))
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, T, N, n + r], values [B, T, N, v]."""
         sizes = self.sizes
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (-1, sizes.head_dim))
@@ -57,7 +55,7 @@ class LatentAttention(nn.Module):
         kv = self.kv_b_proj(self.kv_a_layernorm(latent))
         kv = kv.unflatten(-1, (-1, sizes.qk_nope_head_dim + sizes.v_head_dim))
         k, v = kv.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)
-        q_turned, k_turned = self.rotary(_apart(q_turned)), self.rotary(_apart(k_turned[..., None, :]))
+        q_turned, k_turned = (self.rotary(_apart(x), documents) for x in (q_turned, k_turned[..., None, :]))
         k_turned = k_turned.expand(-1, -1, k.shape[2], -1)  # one for all heads
         return torch.cat((q, q_turned), dim=-1), torch.cat((k, k_turned), dim=-1), v
 

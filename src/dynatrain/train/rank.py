@@ -58,7 +58,7 @@ def main(context: RankContext) -> None:
             world_size=context.world_size,
             timeout=timedelta(minutes=30),
         )
-        samples = open_samples(context.folder.path, checked.config.data.sequence)
+        samples = samples_of(checked, context.folder.path)
         saved_early = _train(seat, checked, samples, device)
         dist.barrier()
     if saved_early:
@@ -212,12 +212,19 @@ def job_of(checked: CheckedRun) -> Job:
     )
 
 
+def samples_of(checked: CheckedRun, folder: Path) -> Samples:
+    """The training samples that a checked configuration asks for, of a prepared folder."""
+    data = checked.config.data
+    return open_samples(folder, data.sequence, document_mask=data.document_mask)
+
+
 def validation_of(checked: CheckedRun, folder: Path) -> Validation | None:
     """The validation that a checked configuration asks for, on the samples of a prepared folder."""
     asked = checked.config.validation
     if not asked.every:
         return None
-    held_out = open_validation(folder, checked.config.data.sequence)
+    data = checked.config.data
+    held_out = open_validation(folder, data.sequence, document_mask=data.document_mask)
     return Validation(data=held_out, every=asked.every, batches=asked.batches)
 
 
