@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.keyed import KeyedStream
+from dynatrain.models.share import TokenShare
 from dynatrain.train.optimizer import OptimizerSettings, adamw
 
 SEED, STEPS, TOKENS = 5, 3, 32
@@ -57,14 +58,14 @@ def whole(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def train_on_rank(rank, ranks, store, case, sp, shift, answers):
+def train_on_rank(rank, ranks, store, case, sp, swapped, answers):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     shape = SHAPES[case]
-    offset = rank * TOKENS // ranks + shift if sp else 0
-    streams = KeyedStream(seed=SEED, token_offset=offset)
+    share = TokenShare(slices=ranks, slice=ranks - 1 - rank if swapped else rank) if sp else TokenShare()
+    streams = KeyedStream(seed=SEED, share=share)
     part = DecoderPart(shape, range(shape.num_hidden_layers), first=True, last=True, streams=streams).double()
     fill(part, SEED)
     parallelize_module(part, init_device_mesh("cpu", (ranks,)), plan_of(part, sp=sp))
@@ -84,12 +85,12 @@ def train_on_rank(rank, ranks, store, case, sp, shift, answers):
     dist.destroy_process_group()
 
 
-def train_in_parallel(store, case, *, sp, shift=0, ranks=2):
+def train_in_parallel(store, case, *, sp, swapped=False, ranks=2):
     """Losses and whole weights of rank 0."""
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     processes = [
-        context.Process(target=train_on_rank, args=(rank, ranks, store, case, sp, shift, answers), daemon=True)
+        context.Process(target=train_on_rank, args=(rank, ranks, store, case, sp, swapped, answers), daemon=True)
         for rank in range(ranks)
     ]
     for process in processes:
@@ -127,8 +128,8 @@ def test_two_ranks_train_like_the_oracle(tmp_path, case, sp):
         torch.testing.assert_close(torch.from_numpy(value), expected[name], rtol=0, atol=1e-12)
 
 
-def test_a_wrong_token_offset_shows(tmp_path):
-    """The planted fault of the test above: every rank's residual stream claims to start one token later."""
-    losses, _ = train_in_parallel(tmp_path / "store", "untied", sp=True, shift=1)
+def test_a_wrong_slice_of_the_tokens_shows(tmp_path):
+    """The planted fault of the test above: either rank's residual stream claims to be the other's."""
+    losses, _ = train_in_parallel(tmp_path / "store", "untied", sp=True, swapped=True)
 
     assert abs(losses[0] - train_alone("untied")[0][0]) > 1e-6

@@ -5,6 +5,7 @@ import torch
 from tests import oracle
 
 from dynatrain.models.keyed import KeyedDropout, KeyedStream, keep_mask
+from dynatrain.models.share import TokenShare
 
 
 def mask(*, p=0.25, seed=1, step=0, place="layers.0.mlp", samples=range(8), tokens=range(64), features=range(128)):
@@ -33,16 +34,18 @@ def test_the_mask_does_not_depend_on_how_many_rows_are_hashed_at_once(monkeypatc
     assert torch.equal(mask(), whole)
 
 
-def test_sequence_parallel_halves_drop_what_the_whole_stream_drops():
+def test_every_share_of_the_tokens_drops_what_the_whole_stream_drops():
     stream = KeyedStream(seed=3)
     dropout = KeyedDropout(0.4, "layers.1.self_attn", stream)
     x = torch.randn(4, 32, 16, dtype=torch.float64)
     samples = torch.tensor([9, 4, 2**32 - 1, 0])
 
     whole = dropout(x, samples)
-    stream.token_offset = 20
-    assert torch.equal(dropout(x[:, 20:], samples), whole[:, 20:])
-    assert torch.equal(dropout(x[2:, 20:], samples[2:]), whole[2:, 20:])
+    stream.share = TokenShare(slices=2, slice=1)
+    assert torch.equal(dropout(x[:, 16:], samples), whole[:, 16:])
+    assert torch.equal(dropout(x[2:, 16:], samples[2:]), whole[2:, 16:])
+    stream.share = TokenShare(parts=2, part=1, slices=4, slice=2)  # of tokens 8 to 23
+    assert torch.equal(dropout(x[:, 16:20], samples), whole[:, 16:20])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dynatrain.models.attend import Attend, attend_whole
 from dynatrain.models.keyed import KeyedDropout, KeyedStream
 from dynatrain.models.names import strip_wrappers
+from dynatrain.models.share import TokenShare, positions
 from dynatrain.space.decoder import GPT2, DecoderShape
 
 
@@ -27,15 +29,25 @@ class Rotary:
     either: nothing to fill after a build on meta.
     """
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    def __init__(self, head_dim: int, theta: float, share: TokenShare) -> None:
         self._head_dim = head_dim
         self._theta = theta
+        self._share = share
         self._kept: tuple[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[B, T, N, D]: turn each pair ``(x[i], x[i + D/2])`` of token ``t`` by the angles of position ``t``."""
+    def __call__(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Turn each pair ``(x[i], x[i + D/2])`` of a token by the angles of its position, as of ``positions``.
+
+        Args:
+            x: [B, T, N, D], the tokens that this rank attends from.
+            documents: as of ``Attend``.
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = self._tables(x.shape[1], x.device, wide)
+        tokens = x.shape[1] * self._share.parts
+        cos, sin = self._tables(tokens, x.device, wide)
+        if self._share.parts > 1 or documents is not None:
+            places = positions(self._share.attended(tokens, device=x.device), documents)
+            cos, sin = cos[places], sin[places]
         one, other = x.chunk(2, dim=-1)
         return (x * cos + torch.cat((-other, one), dim=-1) * sin).to(x.dtype)
 
@@ -65,10 +77,11 @@ def _linear(shape: DecoderShape, inputs: int, outputs: int) -> nn.Linear:
 class Attention(nn.Module):
     """Causal grouped-query attention, with optional norms of queries and keys per head."""
 
-    def __init__(self, shape: DecoderShape, rotary: Rotary | None) -> None:
+    def __init__(self, shape: DecoderShape, rotary: Rotary | None, attend: Attend) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         self.rotary = rotary
+        self.attend = attend
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
         self.q_proj = _linear(shape, shape.hidden_size, queries)
         self.k_proj = _linear(shape, shape.hidden_size, keys)
@@ -80,18 +93,15 @@ class Attention(nn.Module):
         else:
             self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, H] -> [B, T, H]; T is always the whole sequence."""
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """[B, T, H] -> [B, T, H], all tokens that this rank attends from; ``documents`` as of ``Attend``."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
-            q, k = self.rotary(q), self.rotary(k)
-        mixed = functional.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+            q, k = self.rotary(q, documents), self.rotary(k, documents)
+        return self.o_proj(self.attend(q, k, v, documents).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -124,18 +134,21 @@ class GeluFeedForward(nn.Module):
 class DecoderLayer(nn.Module):
     """One transformer block; ``layer`` is its global number. Under sequence parallel x holds a range of tokens."""
 
-    def __init__(self, shape: DecoderShape, layer: int, rotary: Rotary | None, streams: KeyedStream) -> None:
+    def __init__(
+        self, shape: DecoderShape, layer: int, rotary: Rotary | None, streams: KeyedStream, attend: Attend
+    ) -> None:
         super().__init__()
         self.input_layernorm = _norm(shape, shape.hidden_size)
-        self.self_attn = Attention(shape, rotary)
+        self.self_attn = Attention(shape, rotary, attend)
         self.self_attn_dropout = KeyedDropout(shape.dropout, f"layers.{layer}.self_attn", streams)
         self.post_attention_layernorm = _norm(shape, shape.hidden_size)
         self.mlp = GeluFeedForward(shape) if shape.family == GPT2 else FeedForward(shape)
         self.mlp_dropout = KeyedDropout(shape.dropout, f"layers.{layer}.mlp", streams)
 
-    def forward(self, x: Tensor, samples: Tensor) -> Tensor:
-        """[B, T, H] -> [B, T, H]; ``samples`` [B] are global sample numbers."""
-        x = x + self.self_attn_dropout(self.self_attn(self.input_layernorm(x)), samples)
+    def forward(self, x: Tensor, samples: Tensor, documents: Tensor | None = None) -> Tensor:
+        """[B, T, H] -> [B, T, H]; ``samples`` [B] are global sample numbers, ``documents`` as of ``Attend``."""
+        mixed = self.self_attn(self.input_layernorm(x), documents=documents)
+        x = x + self.self_attn_dropout(mixed, samples)
         return x + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x)), samples)
 
 
@@ -147,23 +160,35 @@ class DecoderPart(nn.Module):
         layers: global numbers of the layers that this part holds; may be empty.
         first: holds the embedding and takes tokens.
         last: holds final norm and head and returns logits.
-        streams: what the part's dropout is keyed by; the caller keeps it and moves it on.
+        streams: what the part's dropout is keyed by, and which tokens it holds; the caller keeps it and moves it on.
+        attend: how attention is done.
 
     Weights start as torch makes them; ``initial_box`` under :func:`canonical_name` gives the keyed ones.
     """
 
-    def __init__(self, shape: DecoderShape, layers: range, *, first: bool, last: bool, streams: KeyedStream) -> None:
+    def __init__(
+        self,
+        shape: DecoderShape,
+        layers: range,
+        *,
+        first: bool,
+        last: bool,
+        streams: KeyedStream,
+        attend: Attend = attend_whole,
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.streams = streams
         placed = shape.family == GPT2  # by a learned vector, else by rotation
-        rotary = None if placed else Rotary(shape.head_dim, shape.rope_theta)
+        rotary = None if placed else Rotary(shape.head_dim, shape.rope_theta, streams.share)
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size) if first else None
         self.embed_positions = (
             nn.Embedding(shape.max_position_embeddings, shape.hidden_size) if first and placed else None
         )
         self.embed_dropout = KeyedDropout(shape.dropout, "embed_tokens", streams) if first else None
-        self.layers = nn.ModuleDict({str(layer): DecoderLayer(shape, layer, rotary, streams) for layer in layers})
+        self.layers = nn.ModuleDict(
+            {str(layer): DecoderLayer(shape, layer, rotary, streams, attend) for layer in layers}
+        )
         self.norm = _norm(shape, shape.hidden_size) if last else None
         self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False) if last else None
         self.tie()
@@ -177,12 +202,16 @@ class DecoderPart(nn.Module):
         if self.shape.tie_word_embeddings and self.embed_tokens is not None and self.lm_head is not None:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, x: Tensor, samples: Tensor) -> Tensor:
+    def forward(self, x: Tensor, samples: Tensor, documents: Tensor | None = None) -> Tensor:
         """Run the part.
 
         Args:
-            x: int64 tokens [B, T] on the first part, else the hidden state [B, T, H] of the part before.
+            x: int64 tokens [B, T] on the first part, else the hidden state [B, T, H] of the part before; under context
+                parallelism this rank's tokens.
             samples: int64 [B], global sample numbers: what dropout is keyed by.
+            documents: int64 [B, T], for every token of the whole sequence the number of its document's first token;
+                attention stays within a document, positions are counted from its first token. None where a sequence
+                is one document.
 
         Returns:
             Logits [B, T, vocabulary] on the last part, else the hidden state.
@@ -191,11 +220,11 @@ class DecoderPart(nn.Module):
             x = self.embed_tokens(x)
             if self.embed_positions is not None:
                 # Under sequence parallel x holds a range of the tokens from here on.
-                positions = torch.arange(x.shape[1], device=x.device) + self.streams.token_offset
-                x = x + self.embed_positions(positions[None])
+                places = positions(self.streams.share.resident(x.shape[1], x.device), documents)
+                x = x + self.embed_positions(places.view(-1, x.shape[1]))
             x = self.embed_dropout(x, samples)
         for layer in self.layers.values():
-            x = layer(x, samples)
+            x = layer(x, samples, documents)
         return x if self.lm_head is None else self.lm_head(self.norm(x))
 
 

@@ -14,10 +14,12 @@ The formula is the specification (the tests' oracle states it a second time), al
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+
+from dynatrain.models.share import TokenShare
 
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
 _GOLDEN = 0x9E3779B9
@@ -32,12 +34,12 @@ class KeyedStream:
     Attributes:
         seed: of the run.
         step: the step being computed; the loop sets it before each step.
-        token_offset: global number of the first token in this rank's residual stream; 0 without sequence parallel.
+        share: which tokens of each sequence this rank holds.
     """
 
     seed: int
     step: int = 0
-    token_offset: int = 0
+    share: TokenShare = field(default_factory=TokenShare)
 
 
 class KeyedDropout(nn.Module):
@@ -61,7 +63,7 @@ class KeyedDropout(nn.Module):
         self.stream = stream
 
     def forward(self, x: Tensor, samples: Tensor) -> Tensor:
-        """Drop elements of ``x`` [B, T, H], which holds tokens ``token_offset`` and up of ``samples`` [B] (global)."""
+        """Drop elements of ``x`` [B, T, H], which holds this rank's tokens of ``samples`` [B] (global)."""
         if self.p == 0 or not self.training:
             return x
         kept = keep_mask(
@@ -69,7 +71,7 @@ class KeyedDropout(nn.Module):
             self.place,
             self.p,
             samples=samples,
-            tokens=torch.arange(x.shape[1], device=x.device) + self.stream.token_offset,
+            tokens=self.stream.share.resident(x.shape[1], x.device),
             features=torch.arange(x.shape[2], device=x.device),
         )
         return torch.where(kept, x * (1 / (1 - self.p)), 0)

@@ -23,6 +23,7 @@ from dynatrain.layout.layout import Layout
 from dynatrain.layout.stages import stage_ranges
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.keyed import KeyedStream
+from dynatrain.models.share import TokenShare
 from dynatrain.space.decoder import GPT2, DecoderShape
 from dynatrain.train.reduction import TreeReduceScatter, tree_all_reduce
 
@@ -62,7 +63,7 @@ def build_part(
     """
     stage = mesh.get_local_rank("pp")
     layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
-    streams = KeyedStream(seed=seed)
+    streams = KeyedStream(seed=seed, share=token_share(layout, mesh))
     with torch.device("meta"):
         part = DecoderPart(shape, layers, first=stage == 0, last=stage == layout.size("pp") - 1, streams=streams).to(
             master_dtype(precision.compute)
@@ -73,6 +74,11 @@ def build_part(
     _shard(part, layout, mesh["fsdp"], precision)
     _reduce_in_tree(part, layout, mesh["dp"].get_group())
     return part
+
+
+def token_share(layout: Layout, mesh: DeviceMesh) -> TokenShare:
+    """Which tokens of each sequence this rank holds."""
+    return TokenShare(slices=layout.size("tp"), slice=mesh.get_local_rank("tp")) if layout.sp else TokenShare()
 
 
 def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:

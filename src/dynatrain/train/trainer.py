@@ -212,9 +212,6 @@ class _Bound:
     def forward_backward(self, step: int, batches: list[MicroBatch], tokens: int) -> tuple[float, float]:
         """Gradients into ``.grad``; the step's loss and global norm, equal on all ranks."""
         self.part.streams.step = step
-        width = self.layout.size("tp")
-        sequence = batches[0].inputs.shape[1]
-        self.part.streams.token_offset = self.at.tp * (sequence // width) if self.layout.sp else 0
         losses = self.runner.run(batches, tokens)
         if self.at.tp != 0:
             losses.zero_()  # tp ranks share the micro-batches of their data rank: one of them tells
