@@ -222,6 +222,9 @@ class Asking:
         self.asked += ids.tolist()
         return self.data.batch(ids)
 
+    def documents(self, ids):
+        return self.data.documents(ids)
+
     def take(self):
         asked, self.asked = self.asked, []
         return asked

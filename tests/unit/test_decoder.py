@@ -1,6 +1,7 @@
 """The decoder part against the plain-torch oracle."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -190,3 +191,32 @@ def test_a_part_on_meta_gives_shapes_without_memory():
         tokens, samples = torch.zeros(2, 32, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
 
     assert part(tokens, samples).shape == (2, 32, shape.vocab_size)
+
+
+STARTS = torch.tensor([[0] * 5 + [5] + [6] * 17 + [23] * 9, [0] * 32])
+"""Four documents in the first sample, one in the second."""
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_packed_document_has_the_logits_that_it_has_alone(shape):
+    shape = replace(shape, dropout=0.0)  # whose masks are keyed by the place in the sample
+    part = whole_part(shape)
+    ((samples, inputs, _),) = random_batch(shape, 0, micro_batches=1, samples=2, tokens=32)
+    out = part(inputs, samples, documents=STARTS)
+
+    for sample, first, end in ((0, 0, 5), (0, 5, 6), (0, 6, 23), (0, 23, 32), (1, 0, 32)):
+        alone = oracle.logits(weights_of(part), shape, samples[:1], inputs[sample : sample + 1, first:end], "")
+        torch.testing.assert_close(out[sample : sample + 1, first:end], alone, rtol=0, atol=1e-12)
+    assert (out - part(inputs, samples)).abs()[0, 5:].amin(-1).max() > 1e-4
+
+
+def test_neighbours_in_the_pack_change_nothing():
+    shape = small_shape()  # with dropout: a document stays at its place
+    part = whole_part(shape)
+    ((samples, inputs, _),) = random_batch(shape, 0, micro_batches=1, samples=2, tokens=32)
+    other = inputs.clone()
+    other[0, :6], other[0, 23:] = 3, 4
+
+    before, after = (part(tokens, samples, documents=STARTS) for tokens in (inputs, other))
+    assert torch.equal(before[0, 6:23], after[0, 6:23])
+    assert not torch.equal(part(inputs, samples)[0, 6:23], part(other, samples)[0, 6:23])

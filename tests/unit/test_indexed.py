@@ -145,14 +145,21 @@ def test_tokens_go_to_their_side_of_the_split_as_they_are_whatever_else_is_there
     prepared = prepare(request, run)
     assert sum(prepared.documents) == sum(map(bool, documents))
     assert 5 < prepared.documents[1] < 30
-    assert {path.name for path in run.iterdir()} == {"data.json", "tokens_train.npy", "tokens_validation.npy"}
+    sides_files = [f"{what}_{side}.npy" for what in ("tokens", "documents") for side in ("train", "validation")]
+    assert {path.name for path in run.iterdir()} == {"data.json", *sides_files}
     sides = [open_samples(run, 4).tokens.tolist(), open_validation(run, 4).tokens.tolist()]
     assert tuple(map(len, sides)) == prepared.tokens
+    starts = [open_samples(run, 4, document_mask=True).starts.tolist()]
+    starts += [open_validation(run, 4, document_mask=True).starts.tolist()]
+    begun = [[], []]
     for document in filter(None, documents):
         side = sides[0] if sides[0][: len(document)] == document else sides[1]
         assert side[: len(document)] == document  # each side has its documents in order
+        at = int(side is sides[1])
+        begun[at].append(prepared.tokens[at] - len(side))
         del side[: len(document)]
     assert sides == [[], []]
+    assert begun == starts
 
     (run / "data.json").unlink()
     (tmp_path / "alone").mkdir()

@@ -99,16 +99,29 @@ def test_a_batch_is_its_samples_in_order():
             samples.batch(np.array(ids))
 
 
+def test_every_token_of_a_sample_knows_where_its_document_begins():
+    tokens, starts = np.arange(22, dtype=np.uint16), np.array([0, 2, 3, 9, 9, 10])  # one between them is empty
+    samples = Samples(tokens=tokens, sequence=7, starts=starts)
+
+    expected = [[0, 0, 2, 3, 3, 3, 3], [0, 0, 2, 3, 3, 3, 3], [0] * 7]  # what began before a sample begins with it
+    assert samples.documents(np.arange(3)).tolist() == expected
+    assert samples.documents(np.array([2, 0])).tolist() == [expected[2], expected[0]]
+    assert samples.documents(np.array([1])).dtype == np.int64
+    assert Samples(tokens=tokens, sequence=7).documents(np.arange(3)) is None
+
+
 @pytest.mark.parametrize(("vocab_size", "width"), [(65536, np.uint16), (65537, np.uint32)])
 def test_tokens_are_kept_in_the_narrowest_type_and_mapped(tmp_path, vocab_size, width):
     texts = [np.array([1, vocab_size - 1], dtype=np.uint32), np.array([2], dtype=np.uint32)]
-    assert write_tokens(tmp_path / "t.npy", texts, vocab_size) == 3
+    assert write_tokens(tmp_path / "t.npy", tmp_path / "d.npy", texts, vocab_size) == 3
 
-    tokens = Samples.open(tmp_path / "t.npy", 2).tokens
+    samples = Samples.open(tmp_path / "t.npy", 2, tmp_path / "d.npy")
+    tokens = samples.tokens
     assert isinstance(tokens, np.memmap)
     assert tokens.dtype == width
     assert tokens.tolist() == [1, vocab_size - 1, 2]
-    assert os.listdir(tmp_path) == ["t.npy"]  # noqa: PTH208
+    assert samples.starts.tolist() == [0, 2]
+    assert sorted(os.listdir(tmp_path)) == ["d.npy", "t.npy"]  # noqa: PTH208
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):
@@ -117,18 +130,20 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        write_tokens(tmp_path / "t.npy", texts(), 300)
+        write_tokens(tmp_path / "t.npy", tmp_path / "d.npy", texts(), 300)
     assert not list(tmp_path.iterdir())
 
 
 def test_too_little_text_says_what_would_fit(tmp_path):
-    write_tokens(tmp_path / "t.npy", [np.arange(10, dtype=np.uint32)], 300)
+    write_tokens(tmp_path / "t.npy", tmp_path / "d.npy", [np.arange(10, dtype=np.uint32)], 300)
 
     assert len(Samples.open(tmp_path / "t.npy", 9)) == 1
     with pytest.raises(DataError, match=r"10 tokens and a sample of sequence = 10 needs 11; .* sequence at most 9"):
         Samples.open(tmp_path / "t.npy", 10)
     with pytest.raises(DataError, match="cannot be read"):
         Samples.open(tmp_path / "missing.npy", 10)
+    with pytest.raises(DataError, match=r"cannot be read\n.*missing.npy"):
+        Samples.open(tmp_path / "t.npy", 9, tmp_path / "missing.npy")
 
 
 THREADS_AFTER = """
@@ -161,12 +176,18 @@ def test_preparing_is_done_once(run, corpus):
 
     assert sum(prepared.documents) == 12
     assert {path.name for path in run.iterdir()} == {
-        "tokenizer.json", "data.json", "tokens_train.npy", "tokens_validation.npy"
+        "tokenizer.json", "data.json",
+        "tokens_train.npy", "documents_train.npy", "tokens_validation.npy", "documents_validation.npy",
     }  # fmt: skip
     train, held_out = open_samples(run, 16), open_validation(run, 16)
     assert (len(train.tokens), len(held_out.tokens)) == prepared.tokens
     text = load_tokenizer(run / "tokenizer.json").decode(train.tokens[:400].tolist())
     assert "says hello to the world" in text
+    begun = open_samples(run, 16, document_mask=True)
+    assert len(begun.starts) == prepared.documents[0]
+    end = load_tokenizer(run / "tokenizer.json").token_to_id(END)
+    assert np.flatnonzero(begun.tokens == end).tolist() == [*(begun.starts[1:] - 1), prepared.tokens[0] - 1]
+    assert len(open_validation(run, 16, document_mask=True).starts) == prepared.documents[1]
 
     times = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
     assert prepare(request, run) == prepared

@@ -50,6 +50,9 @@ class Data(Section):
     and .idx, whose tokens the model must know."""
     sequence: Annotated[int, Field(ge=2)] = 256
     """Tokens of one sequence."""
+    document_mask: bool = False
+    """A sequence is cut out of documents that stand one behind the other; let no token attend to another document, and
+    count positions from the beginning of each."""
     validation: BelowOne = 0.05
     """Fraction of the documents that is held out."""
 

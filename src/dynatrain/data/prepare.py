@@ -1,4 +1,4 @@
-"""From a corpus to the files of a run folder: ``tokenizer.json``, ``tokens_*.npy``, ``data.json``.
+"""From a corpus to the files of a run folder: ``tokenizer.json``, ``tokens_*.npy``, ``documents_*.npy``, ``data.json``.
 
 The work is done by a child process, because training and batch encoding of tokenizers start threads, and the process
 that asks may have to fork later. ``data.json`` is written last: where it is there, the files beside it are whole and
@@ -23,7 +23,7 @@ from dynatrain.data.samples import Samples, write_tokens
 from dynatrain.data.tokenizer import byte_tokenizer, encode, end_marker, load_tokenizer, train_bpe
 
 RECORD = "data.json"
-_TRAIN, _VALIDATION = "tokens_train.npy", "tokens_validation.npy"
+_TRAIN, _VALIDATION = "train", "validation"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,24 +93,34 @@ def prepare(request: Request, folder: Path) -> Prepared:
     return _parse(record)
 
 
-def open_samples(folder: Path, sequence: int) -> Samples:
-    """Training samples of a prepared folder.
+def open_samples(folder: Path, sequence: int, *, document_mask: bool = False) -> Samples:
+    """Training samples of a prepared folder; with ``document_mask`` they know where documents begin.
 
     Raises:
         DataError: the text is too short for one sample of ``sequence`` tokens.
     """
-    return Samples.open(folder / _TRAIN, sequence)
+    return _open(folder, _TRAIN, sequence, document_mask)
 
 
-def open_validation(folder: Path, sequence: int) -> Samples:
-    """Samples of the documents that were held out.
+def open_validation(folder: Path, sequence: int, *, document_mask: bool = False) -> Samples:
+    """Samples of the documents that were held out, as :func:`open_samples`.
 
     Raises:
         DataError: none were, or too few for one sample of ``sequence`` tokens.
     """
     if not _parse(folder / RECORD).documents[1]:
         raise DataError("there is nothing to validate on", ("data.validation = 0 holds out no document; give 0.05",))
-    return Samples.open(folder / _VALIDATION, sequence)
+    return _open(folder, _VALIDATION, sequence, document_mask)
+
+
+def _open(folder: Path, side: str, sequence: int, document_mask: bool) -> Samples:
+    path, starts = _files(folder, side)
+    return Samples.open(path, sequence, starts if document_mask else None)
+
+
+def _files(folder: Path, side: str) -> tuple[Path, Path]:
+    """Where the tokens of one side lie, and where its documents begin."""
+    return folder / f"tokens_{side}.npy", folder / f"documents_{side}.npy"
 
 
 def _make(request: Request, folder: Path) -> None:
@@ -135,8 +145,8 @@ def _from_texts(request: Request, folder: Path) -> Prepared:
         vocab_size=vocab_size,
         documents=(len(train), len(held)),
         tokens=(
-            write_tokens(folder / _TRAIN, encode(tokenizer, texts, end), vocab_size),
-            write_tokens(folder / _VALIDATION, encode(tokenizer, tuple(d.text for d in held), end), vocab_size),
+            write_tokens(*_files(folder, _TRAIN), encode(tokenizer, texts, end), vocab_size),
+            write_tokens(*_files(folder, _VALIDATION), encode(tokenizer, tuple(d.text for d in held), end), vocab_size),
         ),
     )
 
@@ -161,8 +171,8 @@ def _from_tokens(request: Request, folder: Path) -> Prepared:
                     yield tokens
 
     tokens = [
-        write_tokens(folder / path, side(wanted), request.vocab_size)
-        for path, wanted in ((_TRAIN, False), (_VALIDATION, True))
+        write_tokens(*_files(folder, name), side(wanted), request.vocab_size)
+        for name, wanted in ((_TRAIN, False), (_VALIDATION, True))
     ]
     if problems:
         raise DataError("the tokens do not fit the model", tuple(problems.values()))

@@ -58,7 +58,8 @@ def main(context: RankContext) -> None:
             world_size=context.world_size,
             timeout=timedelta(minutes=30),
         )
-        samples = open_samples(context.folder.path, checked.config.data.sequence)
+        data = checked.config.data
+        samples = open_samples(context.folder.path, data.sequence, document_mask=data.document_mask)
         saved_early = _train(seat, checked, samples, device)
         dist.barrier()
     if saved_early:
@@ -214,7 +215,8 @@ def validation_of(checked: CheckedRun, folder: Path) -> Validation | None:
     asked = checked.config.validation
     if not asked.every:
         return None
-    held_out = open_validation(folder, checked.config.data.sequence)
+    data = checked.config.data
+    held_out = open_validation(folder, data.sequence, document_mask=data.document_mask)
     return Validation(data=held_out, every=asked.every, batches=asked.batches)
 
 

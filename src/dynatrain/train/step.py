@@ -27,12 +27,28 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One micro-batch: ``inputs`` and ``targets`` int64 [B, T], ``samples`` int64 [B] (global sample ids)."""
+    """One micro-batch.
+
+    Attributes:
+        index: its number in the global batch; -1 for a filler.
+        inputs: int64 [B, T].
+        targets: int64 [B, T].
+        samples: int64 [B], global sample ids.
+        documents: int64 [B, T], as of ``DecoderPart``; None where a sample is one document.
+    """
 
     index: int
     inputs: torch.Tensor
     targets: torch.Tensor
     samples: torch.Tensor
+    documents: torch.Tensor | None
+
+
+def told(batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
+    """What every part of a pipeline is told of micro-batches, one behind the other: arguments of ``DecoderPart``."""
+    found = {"samples": torch.cat([batch.samples for batch in batches])}
+    documents = [batch.documents for batch in batches if batch.documents is not None]
+    return found | ({"documents": torch.cat(documents)} if documents else {})
 
 
 class Data(Protocol):
@@ -43,6 +59,9 @@ class Data(Protocol):
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """``(inputs, targets)``, int64 [len(ids), T]."""
+
+    def documents(self, ids: np.ndarray) -> np.ndarray | None:
+        """As of ``DecoderPart``, int64 [len(ids), T]; None where a sample is one document."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +104,9 @@ class Sharing:
             free = (places >= len(ids)) | (index < 0)
             if free.any():
                 targets = targets.masked_fill(torch.from_numpy(free).to(device)[:, None], IGNORED)
-            made.append(MicroBatch(index, inputs, targets, torch.from_numpy(samples).to(device)))
+            starts = data.documents(samples)
+            documents = None if starts is None else torch.from_numpy(starts).to(device)
+            made.append(MicroBatch(index, inputs, targets, torch.from_numpy(samples).to(device), documents))
             width = targets.shape[1]
         return made, len(ids) * width
 
@@ -159,7 +180,7 @@ class StepRunner:
         reduce_each = self.layout.zero > 1
         for place, batch in enumerate(batches):
             self.part.set_requires_gradient_sync(reduce_each or place == len(batches) - 1)
-            loss = self._loss(self.part(batch.inputs, samples=batch.samples), batch.targets)
+            loss = self._loss(self.part(batch.inputs, **told([batch])), batch.targets)
             loss.backward()
             losses.append(loss)
             if reduce_each:
@@ -170,11 +191,11 @@ class StepRunner:
 
     def _pipelined(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         losses: list[torch.Tensor] = []
-        samples = torch.cat([batch.samples for batch in batches])
+        beside = told(batches)
         args = (torch.cat([batch.inputs for batch in batches]),) if self._stage == 0 else ()
         if self._last:
             targets = torch.cat([batch.targets for batch in batches])
-            self._schedule.step(*args, target=targets, losses=losses, samples=samples, return_outputs=False)
+            self._schedule.step(*args, target=targets, losses=losses, **beside, return_outputs=False)
         else:
-            self._schedule.step(*args, samples=samples, return_outputs=False)
+            self._schedule.step(*args, **beside, return_outputs=False)
         return losses

@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from dynatrain.data.order import batch_ids
 from dynatrain.layout.layout import Layout
 from dynatrain.models.decoder import DecoderPart
-from dynatrain.train.step import IGNORED, Data, MicroBatch, Sharing
+from dynatrain.train.step import IGNORED, Data, MicroBatch, Sharing, told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,13 +136,12 @@ class Validator:
 
     def _losses(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         if self._schedule is None:
-            return [_total(self._part(batch.inputs, samples=batch.samples), batch.targets) for batch in batches]
+            return [_total(self._part(batch.inputs, **told([batch])), batch.targets) for batch in batches]
         losses: list[torch.Tensor] = []
         stages = self._layout.size("pp")
         args = (torch.cat([batch.inputs for batch in batches]),) if self._at.pp == 0 else ()
         target = torch.cat([batch.targets for batch in batches]) if self._at.pp == stages - 1 else None
-        samples = torch.cat([batch.samples for batch in batches])
-        self._schedule.eval(*args, target=target, losses=losses, samples=samples, return_outputs=False)
+        self._schedule.eval(*args, target=target, losses=losses, **told(batches), return_outputs=False)
         return losses
 
 
