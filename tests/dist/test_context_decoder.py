@@ -1,6 +1,5 @@
 """A decoder part that holds a share of the tokens computes what it computes alone: places, drops and documents too."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from tests.dist.foreign import everywhere, whole
@@ -57,40 +56,37 @@ def distances(part, shape, share, group, documents, expected):
     return apart
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_four_ranks_with_a_share_of_the_tokens_each_are_one(shape):
-    expected = {packed: alone(shape, STARTS if packed else None) for packed in (False, True)}
+def test_four_ranks_with_a_share_of_the_tokens_each_are_one():
+    expected = {(name, packed): alone(shape, STARTS if packed else None)
+                for name, shape in SHAPES.items() for packed in (False, True)}  # fmt: skip
 
     def work(world):
-        share = TokenShare(parts=4, part=world.rank)
+        share, group = TokenShare(parts=4, part=world.rank), dist.group.WORLD
         found = {}
-        for way in WAYS:
-            for packed, want in expected.items():
-                part = decoder(shape, share, attend_over(way, share, dist.group.WORLD))
-                apart = distances(part, shape, share, dist.group.WORLD, STARTS if packed else None, want)
-                found[way, packed] = max(apart.values())
+        for (name, packed), want in expected.items():
+            for way in WAYS:
+                part = decoder(SHAPES[name], share, attend_over(way, share, group))
+                apart = distances(part, SHAPES[name], share, group, STARTS if packed else None, want)
+                found[name, packed, way] = max(apart.values())
         return found
 
     for found in everywhere(4, work):
         assert max(found.values()) < 1e-12, found
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
-def test_tensor_parallel_ranks_cut_the_heads_and_the_residual_stream_of_a_share(shape, layout):
-    expected, layout = alone(shape, STARTS), parse_layout(layout)
+def test_sequence_parallel_ranks_cut_the_heads_and_the_residual_stream_of_a_share():
+    expected, layout = {name: alone(shape, STARTS) for name, shape in SHAPES.items()}, parse_layout("tp2-sp")
 
     def work(_):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        at, group = mesh.get_local_rank("tp"), mesh.get_group("cp")
-        slices = {"slices": 2, "slice": at} if layout.sp else {}
-        share = TokenShare(parts=2, part=mesh.get_local_rank("cp"), **slices)
+        part, slice_, group = mesh.get_local_rank("cp"), mesh.get_local_rank("tp"), mesh.get_group("cp")
+        share = TokenShare(parts=2, part=part, slices=2, slice=slice_)
         found = {}
-        for way in WAYS:
-            part = decoder(shape, share, attend_over(way, share, group))
-            parallelize_module(part, mesh["tp"], tensor_plan(part, layout))
-            part.tie()
-            found[way] = max(distances(part, shape, share, group, STARTS, expected).values())
+        for (name, shape), way in zip(SHAPES.items(), ("ring", "ulysses"), strict=True):
+            model = decoder(shape, share, attend_over(way, share, group))
+            parallelize_module(model, mesh["tp"], tensor_plan(model, layout))
+            model.tie()
+            found[name, way] = max(distances(model, shape, share, group, STARTS, expected[name]).values())
         return found
 
     for found in everywhere(4, work):
