@@ -58,8 +58,7 @@ def main(context: RankContext) -> None:
             world_size=context.world_size,
             timeout=timedelta(minutes=30),
         )
-        data = checked.config.data
-        samples = open_samples(context.folder.path, data.sequence, document_mask=data.document_mask)
+        samples = samples_of(checked, context.folder.path)
         saved_early = _train(seat, checked, samples, device)
         dist.barrier()
     if saved_early:
@@ -208,6 +207,12 @@ def job_of(checked: CheckedRun) -> Job:
         micro_sequences=config.batch.micro_sequences,
         schedule=config.pipeline.schedule,
     )
+
+
+def samples_of(checked: CheckedRun, folder: Path) -> Samples:
+    """The training samples that a checked configuration asks for, of a prepared folder."""
+    data = checked.config.data
+    return open_samples(folder, data.sequence, document_mask=data.document_mask)
 
 
 def validation_of(checked: CheckedRun, folder: Path) -> Validation | None:
