@@ -107,17 +107,6 @@ def test_every_way_equals_one_process_where_tensor_parallelism_cuts_the_heads():
         assert max(found.values()) < 1e-12, found
 
 
-def test_a_ring_of_small_blocks_gives_the_same(monkeypatch):
-    monkeypatch.setattr(ring, "_ROWS", 5)
-    expected = plain(*operands(4), packed=True)
-
-    def work(world):
-        share, group = groups(world)[2]
-        return apart(shared("ring", share, group, 4, packed=True), [share.of(x) for x in expected])
-
-    assert max(everywhere(4, work)) < 1e-12
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_low_precision_is_rounded_once_however_many_blocks_are_merged(dtype):
     """Half a unit of the last place of the result, and what fp32 sums lose."""
@@ -150,6 +139,21 @@ class Watch(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             self.largest = max(self.largest, out.untyped_storage().nbytes() // out.itemsize)
         return out
+
+
+def test_a_ring_takes_so_many_queries_at_once_that_scores_stay_small(monkeypatch):
+    monkeypatch.setattr(ring, "_ROWS", 5)
+    expected, chunk = plain(*operands(4), packed=True), 64
+
+    def work(world):
+        share, group = groups(world)[2]
+        with Watch() as watch:
+            long = torch.randn(1, 2 * chunk, 2, 4, requires_grad=True)
+            attend_over("ring", share, group)(long, long, long, None).sum().backward()
+        assert watch.largest < chunk * chunk
+        return apart(shared("ring", share, group, 4, packed=True), [share.of(x) for x in expected])
+
+    assert max(everywhere(4, work)) < 1e-12
 
 
 def test_kinds_of_communication_and_what_a_rank_holds():

@@ -1,5 +1,7 @@
 """A decoder part that holds a share of the tokens computes what it computes alone: places, drops and documents too."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from tests.dist.foreign import everywhere, whole
@@ -7,6 +9,7 @@ from tests.shapes import fill, random_batch, small_shape
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from dynatrain.layout.text import parse_layout
 from dynatrain.models.attend import attend_whole
@@ -75,6 +78,7 @@ def test_four_ranks_with_a_share_of_the_tokens_each_are_one():
 
 
 def test_sequence_parallel_ranks_cut_the_heads_and_the_residual_stream_of_a_share():
+    """With attention computed anew in the backward pass, where its messages are sent once more."""
     expected, layout = {name: alone(shape, STARTS) for name, shape in SHAPES.items()}, parse_layout("tp2-sp")
 
     def work(_):
@@ -84,6 +88,8 @@ def test_sequence_parallel_ranks_cut_the_heads_and_the_residual_stream_of_a_shar
         found = {}
         for (name, shape), way in zip(SHAPES.items(), ("ring", "ulysses"), strict=True):
             model = decoder(shape, share, attend_over(way, share, group))
+            for layer in model.layers.values():
+                layer.self_attn.forward = partial(checkpoint, layer.self_attn.forward, use_reentrant=False)
             parallelize_module(model, mesh["tp"], tensor_plan(model, layout))
             model.tie()
             found[name, way] = max(distances(model, shape, share, group, STARTS, expected[name]).values())

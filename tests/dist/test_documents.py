@@ -24,7 +24,7 @@ class Packed(Case):
         return replace(data, starts=starts[starts < len(data.tokens)])
 
 
-CASE = Packed(tour=("pp2.fsdp2", "dp2.tp2-sp"), steps_each=2, shape=replace(SHAPE, dropout=0.0))
+CASE = Packed(tour=("pp2.fsdp2", "dp2.tp2-sp"), steps_each=2, shape=replace(SHAPE, dropout=0.0, num_hidden_layers=2))
 """Without dropout, whose masks are keyed by the place in the sample."""
 
 

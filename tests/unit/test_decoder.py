@@ -220,3 +220,15 @@ def test_neighbours_in_the_pack_change_nothing():
     before, after = (part(tokens, samples, documents=STARTS) for tokens in (inputs, other))
     assert torch.equal(before[0, 6:23], after[0, 6:23])
     assert not torch.equal(part(inputs, samples)[0, 6:23], part(other, samples)[0, 6:23])
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_forward_draws_nothing_from_torchs_generator(shape):
+    """Neither residual dropout nor an attention dropout of torch's own, whose masks a layout would change."""
+    part, before = whole_part(replace(shape, dropout=0.3)), torch.get_rng_state()
+    ((samples, inputs, _),) = random_batch(shape, 0, micro_batches=1, samples=2, tokens=32)
+    out = [part(inputs, samples, documents=documents) for documents in (None, STARTS)]
+
+    assert part.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(*out)
