@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from dynatrain.models.attend import attend_whole, visible
+from dynatrain.models.ring import _blocks
 from dynatrain.models.share import TokenShare, positions
 
 
@@ -44,6 +45,16 @@ def test_a_batch_is_cut_along_its_tokens():
 def test_a_sequence_that_cannot_be_cut_is_refused_with_the_nearest_that_can(tokens, near):
     with pytest.raises(ValueError, match=rf"{tokens} tokens; 2 context parallel ranks .* into 4 .*nearest: {near}$"):
         TokenShare(parts=2).attended(tokens)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_every_rank_of_a_ring_works_on_the_same_number_of_blocks_and_skips_what_no_query_sees(parts):
+    for part in range(parts):
+        share = TokenShare(parts=parts, part=part)
+        found = [block for of in range(parts) for block in _blocks(share, of, None, 8, torch.device("cpu"))]
+
+        assert len(found) == 2 * parts + 1
+        assert sum(seen is not None for _, _, seen in found) == 2  # on the diagonal
 
 
 STARTS = torch.tensor([[0, 0, 0, 3, 4, 4], [0, 0, 0, 0, 0, 0]])
