@@ -126,15 +126,18 @@ def test_low_precision_is_rounded_once_however_many_blocks_are_merged(dtype):
 
 
 class Watch(TorchDispatchMode):
-    """Counts calls of ``torch.distributed`` by kind, and keeps the most elements of any tensor that was made."""
+    """Counts calls of ``torch.distributed`` by kind and what they send; keeps the most elements of a tensor made."""
 
     def __init__(self):
         super().__init__()
-        self.calls, self.largest = Counter(), 0
+        self.calls, self.sent, self.largest = Counter(), 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            self.calls[func.__name__.split(".")[0]] += 1
+            kind = func.__name__.split(".")[0]
+            self.calls[kind] += 1
+            if kind != "recv_":
+                self.sent += (args[0][0] if kind == "send" else args[1]).numel()
         out = func(*args, **kwargs or {})
         if isinstance(out, torch.Tensor):
             self.largest = max(self.largest, out.untyped_storage().nbytes() // out.itemsize)
@@ -156,28 +159,27 @@ def test_a_ring_takes_so_many_queries_at_once_that_scores_stay_small(monkeypatch
     assert max(everywhere(4, work)) < 1e-12
 
 
-def test_kinds_of_communication_and_what_a_rank_holds():
+def test_kinds_and_sizes_of_communication_and_what_a_rank_holds():
     """The ring is point to point alone, and no tensor of it is as large as the keys of all tokens."""
-    size = 64
+    size, local = 64, T // 4
 
     def work(world):
         share, group = groups(world)[4]
-        q, k, v = (torch.randn(1, T // 4, 2, size, requires_grad=True) for _ in range(3))
         found = {}
-        for way in ("gather", "ring"):
+        for way, heads in (("gather", 2), ("ring", 2), ("ulysses", 4)):
+            q, k, v = (torch.randn(1, local, heads, size, requires_grad=True) for _ in range(3))
             with Watch() as watch:
                 attend_over(way, share, group)(q, k, v, None).sum().backward()
-            found[way] = (dict(watch.calls), watch.largest)
-        with Watch() as watch:
-            attend_over("ulysses", share, group)(*(x.repeat(1, 1, 2, 1) for x in (q, k, v)), None).sum().backward()
-        return found | {"ulysses": (dict(watch.calls), watch.largest)}
+            found[way] = (dict(watch.calls), watch.sent, watch.largest)
+        return found
 
+    both = local * 2 * 2 * size  # keys and values of a rank
+    passed = 3 + 3 + 4  # forward; once more, and their gradients, which come home
     for found in everywhere(4, work):
-        passed = 3 + 3 + 4  # keys forward, keys again, and their gradients, which come home
-        assert found["ring"][0] == {"send": passed, "recv_": passed}
-        assert found["ring"][1] < T * 2 * size <= found["gather"][1]
-        assert found["gather"][0] == {"_allgather_base_": 1, "alltoall_base_": 1}
-        assert found["ulysses"][0] == {"alltoall_base_": 4}
+        assert found["ring"][:2] == ({"send": passed, "recv_": passed}, passed * both)
+        assert found["ring"][2] < T * 2 * size <= found["gather"][2]
+        assert found["gather"][:2] == ({"_allgather_base_": 1, "alltoall_base_": 1}, both + 4 * both)
+        assert found["ulysses"][:2] == ({"alltoall_base_": 4}, 2 * (3 + 1) * local * 4 * size)
 
 
 @contextmanager

@@ -101,11 +101,11 @@ class Sharing:
             places = np.arange(max(index, 0) * size, (max(index, 0) + 1) * size)
             samples = ids[places % len(ids)]
             inputs, targets = (torch.from_numpy(array).to(device) for array in data.batch(samples))
+            starts = data.documents(samples)
+            documents = None if starts is None else torch.from_numpy(starts).to(device)
             free = (places >= len(ids)) | (index < 0)
             if free.any():
                 targets = targets.masked_fill(torch.from_numpy(free).to(device)[:, None], IGNORED)
-            starts = data.documents(samples)
-            documents = None if starts is None else torch.from_numpy(starts).to(device)
             made.append(MicroBatch(index, inputs, targets, torch.from_numpy(samples).to(device), documents))
             width = targets.shape[1]
         return made, len(ids) * width
