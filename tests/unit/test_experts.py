@@ -18,7 +18,7 @@ from dynatrain.models.experts import Exchange, GroupedExperts, MixtureOfExperts
 from dynatrain.models.keyed import KeyedStream
 from dynatrain.models.routing import Router, balance, balance_loss
 from dynatrain.space.blocks import Experts
-from dynatrain.train.optimizer import OptimizerSettings, adamw
+from dynatrain.train.optimizer import OptimizerSettings, optimizer_of
 
 SHAPES = {
     "mixtral": experts_shape(MIXTRAL),
@@ -42,7 +42,7 @@ def sizes_of(**changes):
 def test_training_of_a_whole_part_equals_the_oracle(shape):
     """Three steps of two micro-batches: losses, weights, moments, and the biases that balance the load."""
     part = whole_part(shape)
-    start, optimizer, losses = held(part), adamw(part, OptimizerSettings()), []
+    start, optimizer, losses = held(part), optimizer_of(part, OptimizerSettings()), []
     batches = [random_batch(shape, step, micro_batches=2, samples=2, tokens=8) for step in range(3)]
     for step, batch in enumerate(batches):
         part.streams.step, part.streams.token_weight = step, 1 / (2 * 2 * 8)
