@@ -275,6 +275,12 @@ def test_a_rank_s_part_adds_up_to_its_row(monkeypatch, capsys):
     assert json.loads(text)["bytes"]["moved"] > 0
 
 
+def test_a_layout_that_no_run_trains_in_yet_is_explained_with_a_note(monkeypatch, capsys):
+    code, out, _ = call(monkeypatch, capsys, "layout", "cp2-ring", "--model", "tiny")
+    assert code == 0
+    assert "It is legal for tiny.\ncp2 can be planned, but not trained in yet\n" in out
+
+
 def test_a_layout_that_can_be_planned_but_not_trained_is_planned_with_a_note(monkeypatch, capsys):
     code, out, _ = call(monkeypatch, capsys, "plan", "tp4", "tp8", "--model", "tiny", "--rank", "0")
     assert code == 0

@@ -119,6 +119,11 @@ def test_a_description_says_where_each_rank_is_among_experts():
     assert lines[-2].split() == ["6", "1", "1", "0", "0"]
 
 
+def test_a_description_says_what_is_kept_gathered_over_cp_alone():
+    assert "ZeRO-1" in describe(parse_layout("cp2-z1"))[1]
+    assert "ZeRO" not in describe(parse_layout("fsdp2-z1.cp2"))[2]
+
+
 def test_a_difference_names_what_changes_of_every_axis():
     lines = difference(parse_layout("pp2v2.cp2-ring"), parse_layout("pp2-zb.fsdp2-z2.ep2"))
 

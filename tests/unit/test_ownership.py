@@ -1,5 +1,7 @@
 """Who owns what under layouts that are small enough to write down."""
 
+import itertools
+
 import pytest
 from tests.plans.cases import IN, OUT, STATES, layout
 
@@ -26,6 +28,20 @@ def test_context_ranks_shard_parameters_as_fsdp_ranks_do():
 
     assert rows("fsdp2.cp2", one) == rows("fsdp4", one) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert rows("cp2.fsdp2", one) == [(0, 2), (4, 6), (2, 4), (6, 8)]  # fsdp is the outer digit whatever the rank order
+
+
+@pytest.mark.parametrize("size", [1, 5, 6, 7, 11, 17])
+@pytest.mark.parametrize("order", ["fsdp{}.tp{}", "tp{1}.fsdp{0}"])
+def test_rows_that_do_not_divide_are_dealt_out_once_and_in_order(size, order):
+    one = tensor((size,), (("tp", 0), ("fsdp", 0)))
+    for fsdp, tp in itertools.product((2, 3, 4), repeat=2):
+        where = parse_layout(order.format(fsdp, tp))
+        held = {(where.index("tp", rank), where.index("fsdp", rank)): rank for rank in range(fsdp * tp)}
+        ends = rows(order.format(fsdp, tp), one)
+        in_order = [ends[held[place]] for place in itertools.product(range(tp), range(fsdp))]
+        assert [row for first, end in in_order for row in range(first, end)] == list(range(size))
+        of_tp = -(-size // tp)
+        assert max(end - first for first, end in ends) == -(-of_tp // fsdp)
 
 
 def test_an_expert_keeps_its_global_number():

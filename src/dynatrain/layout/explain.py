@@ -72,10 +72,11 @@ def _meaning(layout: Layout, axis: str, size: int) -> str:
     left = layout.ways("efsdp")
     spare = f", each of which {left} ranks share" if left > 1 else ""
     sp = ", and the sequence between them (sequence parallel)" if layout.sp else ""
+    zero = "" if layout.size("fsdp") > 1 else f"; {_ZERO[layout.zero]}"
     meaning = {
         "dp": f"{size} replicas, each with its own samples",
         "fsdp": f"state cut {size} ways, each rank with its own samples; {_ZERO[layout.zero]}",
-        "cp": f"each sequence cut {size} ways, {_CP[layout.cp_method]}; cuts state as fsdp does",
+        "cp": f"each sequence cut {size} ways, {_CP[layout.cp_method]}; cuts state as fsdp does{zero}",
         "tp": f"each layer's matrices cut {size} ways{sp}",
         "ep": f"experts dealt out to {size} groups of ranks{spare}",
         "etp": f"each expert's matrices cut {size} ways",
