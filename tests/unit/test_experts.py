@@ -113,6 +113,17 @@ def test_grouped_experts_are_experts_one_by_one(dtype, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_experts_that_nothing_is_sent_to_have_gradients_of_zero(dtype):
+    """A rank's experts take part in the reduction of gradients also in such a step."""
+    experts = GroupedExperts(16, sizes_of()).to(dtype)
+    rows = torch.zeros(0, 16, dtype=dtype, requires_grad=True)
+    experts(rows, torch.zeros(6, dtype=torch.int64)).sum().backward()
+
+    assert rows.grad.shape == (0, 16)
+    assert all(value.grad is not None and not value.grad.any() for value in experts.parameters())
+
+
 @pytest.mark.parametrize(("dtype", "width", "can"), [
     (torch.float64, 24, False), (torch.float32, 24, True), (torch.float32, 22, False), (torch.bfloat16, 12, False),
 ])  # fmt: skip
