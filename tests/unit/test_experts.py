@@ -40,10 +40,10 @@ def sizes_of(**changes):
 
 @shapes
 def test_training_of_a_whole_part_equals_the_oracle(shape):
-    """Three steps of two micro-batches: losses, weights, moments, and the biases that balance the load."""
+    """Two steps of two micro-batches: losses, weights, moments, and the biases that balance the load."""
     part = whole_part(shape)
     start, optimizer, losses = held(part), optimizer_of(part, OptimizerSettings()), []
-    batches = [random_batch(shape, step, micro_batches=2, samples=2, tokens=8) for step in range(3)]
+    batches = [random_batch(shape, step, micro_batches=2, samples=2, tokens=8) for step in range(2)]
     for step, batch in enumerate(batches):
         part.streams.step, part.streams.token_weight = step, 1 / (2 * 2 * 8)
         losses.append(0.0)
@@ -111,6 +111,17 @@ def test_grouped_experts_are_experts_one_by_one(dtype, monkeypatch):
     assert len(asked) == 3
     for one, other in zip(*found.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_experts_that_nothing_is_sent_to_have_gradients_of_zero(dtype):
+    """A rank's experts take part in the reduction of gradients also in such a step."""
+    experts = GroupedExperts(16, sizes_of()).to(dtype)
+    rows = torch.zeros(0, 16, dtype=dtype, requires_grad=True)
+    experts(rows, torch.zeros(6, dtype=torch.int64)).sum().backward()
+
+    assert rows.grad.shape == (0, 16)
+    assert all(value.grad is not None and not value.grad.any() for value in experts.parameters())
 
 
 @pytest.mark.parametrize(("dtype", "width", "can"), [

@@ -97,15 +97,23 @@ def test_an_export_with_its_tokenizer_generates(transformers, tmp_path):
     assert model.generate(**prompt, max_new_tokens=4, do_sample=False, pad_token_id=256).shape[1] > 4
 
 
-@pytest.mark.parametrize("family", [{}, {"family": "gpt2", "num_key_value_heads": 4, "tie_word_embeddings": True}])
-def test_a_run_writes_what_their_model_writes_of_its_export(transformers, tmp_path, monkeypatch, capsys, family):
-    shape = small_shape(vocab_size=257, **family)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        small_shape(vocab_size=257),
+        small_shape(vocab_size=257, family="gpt2", num_key_value_heads=4, tie_word_embeddings=True),
+        latent_shape(vocab_size=257),
+    ],
+    ids=["llama", "gpt2", "deepseek v3"],
+)
+def test_a_run_writes_what_their_model_writes_of_its_export(transformers, tmp_path, monkeypatch, capsys, shape):
     (tmp_path / "a.txt").write_text("There is enough of it here. " * 20)
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     export(tmp_path / "source", shape, random_weights(shape), tmp_path / "tokenizer.json", dtype="fp32")
     given = [f"--data.paths=['{tmp_path}/a.txt']", "--data.validation=0.0", "--data.sequence=16"]
     monkeypatch.chdir(tmp_path)
     assert call(monkeypatch, capsys, "import", "source", "run", *given)[0] == 0
+    assert call(monkeypatch, capsys, "check", "runs/run/checkpoints/step_00000000")[0] == 0
     words = ("generate", "run", "live", "--tokens", "24", "--temperature", "0", "--json")
     found = json.loads(call(monkeypatch, capsys, *words)[1])["tokens"]
     assert call(monkeypatch, capsys, "export", "run", "model", "--dtype", "fp32")[0] == 0

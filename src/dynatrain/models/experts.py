@@ -112,8 +112,9 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _can_group(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch multiplies all experts at once: not in fp64, and rows have to begin at multiples of 16 bytes."""
-    return rows.dtype != torch.float64 and all(size * rows.itemsize % 16 == 0 for size in _local(weight).shape[1:])
+    """Whether torch multiplies all experts at once: not in fp64, not without a row, and rows are of whole 16 bytes."""
+    whole = all(size * rows.itemsize % 16 == 0 for size in _local(weight).shape[1:])
+    return rows.dtype != torch.float64 and len(rows) > 0 and whole
 
 
 def _grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

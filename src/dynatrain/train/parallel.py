@@ -27,6 +27,7 @@ from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.keyed import KeyedStream
 from dynatrain.models.share import TokenShare
 from dynatrain.space.decoder import GPT2, DecoderShape
+from dynatrain.space.run_check import untrained
 from dynatrain.train.reduction import TreeReduceScatter, tree_all_reduce
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -64,11 +65,10 @@ def build_part(
         precision: of parameters and compute.
 
     Raises:
-        LayoutError: tp would cut experts or latents, which is not built.
+        LayoutError: the layout is not built for the model.
     """
-    if layout.size("tp") > 1 and (shape.experts or shape.latent):
-        rule = f"tp{layout.size('tp')} cuts plain attention and MLPs; experts and latents are trained without tp so far"
-        raise LayoutError(f"{short_layout(layout)} is not built for this model", (rule,))
+    if problems := untrained(layout, shape):
+        raise LayoutError(f"{short_layout(layout)} is not built for this model", problems)
     stage = mesh.get_local_rank("pp")
     layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
     streams = KeyedStream(seed=seed, share=token_share(layout, mesh))
