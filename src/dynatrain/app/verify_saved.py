@@ -35,7 +35,7 @@ def check_checkpoint(path: Path) -> Checked:
         manifest = Manifest.read(path)
     except CheckpointError as error:
         return Checked(what=str(path), problems=(str(error),), saved=True)
-    what = "weights only" if manifest.weights_only else f"{len(manifest.states)} states of each tensor"
+    what = "weights only" if manifest.weights_only else f"{len(manifest.states)} kinds of state"
     claims = f"{path.name}: step {manifest.step}, {what}, {len(manifest.files)} files, written in {manifest.layout}"
     problems = damaged(path, manifest.files) or _inside(path, manifest)
     return Checked(what=str(path), claims=claims, problems=problems, saved=True)
