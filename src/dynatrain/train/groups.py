@@ -222,7 +222,8 @@ def context_group() -> dist.ProcessGroup:
 def expert_mesh() -> DeviceMesh:
     """The mesh of experts, :data:`EXPERT_MESH_AXES`. To be called in ``build``, by all ranks of a stage."""
     pool, layout, device_type = _BUILDING.get()
-    return pool.mesh(layout, device_type, EXPERT_MESH_AXES)
+    with torch.device("cpu"):  # a build on meta is under way
+        return pool.mesh(layout, device_type, EXPERT_MESH_AXES)
 
 
 def rank_grid(layout: Layout) -> list[int]:
