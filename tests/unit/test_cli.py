@@ -17,7 +17,6 @@ from dynatrain.app.mistake import MistakeError, all_of
 from dynatrain.app.output import seconds, size
 from dynatrain.observe.run import AgentMark
 from dynatrain.space.decoder import catalogue
-from dynatrain.space.optimizers import OPTIMIZERS, beside
 from dynatrain.space.presets import PRESETS
 
 
@@ -289,7 +288,7 @@ def test_plan_moves_the_state_of_the_optimizer_that_is_named(name, monkeypatch, 
     code, out, _ = call(monkeypatch, capsys, "plan", "fsdp2", "tp2", "--model", "tiny", "--optimizer", name, "--judge")
     assert code == 0
     kinds = out.split("every byte is written exactly once (")[1].split(")")[0].split(", ")
-    tensors = beside(catalogue(PRESETS["tiny"]), OPTIMIZERS[name])
+    tensors = catalogue(PRESETS["tiny"], optimizer=name)
     assert {kind.split()[0] for kind in kinds} == {state.name for tensor in tensors for state in tensor.states}
 
 

@@ -441,7 +441,7 @@ def test_moments_have_the_type_of_the_parameter_and_the_step_is_one_fp32_number(
         State("exp_avg_sq", "float64"),
         State("step", "float32", scalar=True),
     )
-    assert catalogue(TINY, optimizer_states=())[0].states == (State("param", "float32"),)
+    assert catalogue(TINY, optimizer="")[0].states == (State("param", "float32"),)
 
 
 def test_an_unknown_element_type_is_refused():

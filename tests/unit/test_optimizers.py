@@ -10,7 +10,7 @@ from torch import nn
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.keyed import KeyedStream
 from dynatrain.space.decoder import catalogue
-from dynatrain.space.optimizers import OPTIMIZERS, STEP, beside
+from dynatrain.space.optimizers import OPTIMIZERS, STEP
 from dynatrain.space.presets import resolve_model
 from dynatrain.space.tensor import State
 from dynatrain.train.live import Entry
@@ -218,5 +218,5 @@ def test_what_is_declared_for_a_decoder_is_what_its_optimizer_keeps(name):
     optimizer = optimizer_of(part, OptimizerSettings(name=name))
     names = {id(param): path for path, param in part.named_parameters()}
     live = {names[id(param)]: states for param, states in kept(optimizer)}
-    declared = beside(catalogue(shape, optimizer_states=()), OPTIMIZERS[name])
+    declared = catalogue(shape, optimizer=name)
     assert live == {tensor.name: tensor.states[1:] for tensor in declared}

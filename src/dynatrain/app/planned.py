@@ -20,7 +20,6 @@ from dynatrain.plan.storage import Storage, alike, storage
 from dynatrain.plan.summary import PlanSummary, summarise
 from dynatrain.plan.table import WholePlan
 from dynatrain.space.decoder import DecoderShape, catalogue
-from dynatrain.space.optimizers import OPTIMIZERS, beside
 from dynatrain.space.ownership import Ownership, declared
 from dynatrain.space.tensor import Catalogue
 
@@ -179,7 +178,7 @@ def change_of_model(
     if ranks_per_node is not None and ranks_per_node < 1:
         raise MistakeError(f"--ranks-per-node is {ranks_per_node}; at least 1.")
     all_of(*(lambda layout=layout: check(layout, shape.limits()) for layout in layouts))
-    tensors, layers = beside(catalogue(shape, dtype), OPTIMIZERS[optimizer]), shape.num_hidden_layers
+    tensors, layers = catalogue(shape, dtype, optimizer), shape.num_hidden_layers
     old, new = (declared(tensors, resolve(layout, layers), layers) for layout in layouts)
     return change(tensors, old, new, mode=mode, budget_bytes=budget_bytes, ranks_per_node=ranks_per_node)
 

@@ -96,7 +96,7 @@ def shard_experts(part: DecoderPart, layout: Layout, **options: Any) -> None:
     """
     if not any(True for _ in _mixtures(part)):
         return
-    tensors = {tensor.name: tensor for tensor in catalogue(part.shape, optimizer_states=())}
+    tensors = {tensor.name: tensor for tensor in catalogue(part.shape, optimizer="")}
     dims = {
         id(param): dict(cuts_under(layout, tensors[canonical_name(part, path)])).get("efsdp", 0)
         for path, param in part.named_parameters()
