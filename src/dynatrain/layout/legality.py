@@ -127,8 +127,8 @@ def _tensor_problems(layout: Layout, limits: ModelLimits, sequence: int | None) 
         split[f"sequence length ({why})" if cp == 1 else f"tokens of a cp rank ({why})"] = tokens
     found = [f"tp{tp} does not divide the {what}, {size}" for what, size in split.items() if size % tp]
     if kv_heads % tp and tp % kv_heads:
-        rule = f"tp divides them, or is a multiple of them, whose ranks hold copies; they are {kv_heads}"
-        found.append(f"tp{tp} does not divide the key/value heads, {kv_heads}: {rule}")
+        # A multiple of them is legal, too: its ranks hold copies.
+        found.append(f"tp{tp} does not divide the key/value heads, {kv_heads}, nor is it a multiple of them")
     return found
 
 
