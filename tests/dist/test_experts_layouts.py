@@ -4,7 +4,7 @@ from tests.dist.test_same_numbers import furthest
 from tests.jobs import Case
 from tests.shapes import latent_shape
 
-SHAPE = latent_shape(num_hidden_layers=4, router_aux_loss_coef=0.1, vocab_size=61)
+SHAPE = latent_shape(router_aux_loss_coef=0.1)
 
 
 def test_three_ranks_share_four_micro_batches_unevenly_and_route_as_one():
