@@ -11,7 +11,7 @@ from tests.shapes import QWEN3_MOE, experts_shape, latent_shape
 from dynatrain.models.experts import MixtureOfExperts
 from dynatrain.train.torch_private import local_tensor
 
-SHAPE = latent_shape(num_hidden_layers=4, router_aux_loss_coef=0.1, vocab_size=61)
+SHAPE = latent_shape(router_aux_loss_coef=0.1)
 PLAIN = experts_shape(replace(QWEN3_MOE, router_aux_loss_coef=0.1), num_key_value_heads=4, qk_norm=True)
 """Softmax gate, no shared expert, grouped-query attention."""
 
