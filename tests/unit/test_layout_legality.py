@@ -90,9 +90,6 @@ def test_who_does_not_ask_for_cp_or_experts_is_not_sent_there(text):
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("fsdp2.cp2", "cp2"),
-        ("fsdp4.ep2", "ep2"),
-        ("fsdp4.etp2", "etp2"),
         ("pp2v2", "v2"),
         ("pp2-zb", "-zb"),
         ("tp8", "tp8 above 4 key/value heads"),
