@@ -29,6 +29,10 @@ MORE = (
     "pp2.fsdp2.order_3_1_0_2",
     "dp2.tp2-sp.order_2_0_3_1",
     "pp2_3_1.tp2.order_1_3_0_2",
+    "pp2v2.fsdp2",
+    "pp2v2.tp2-sp.order_1_3_0_2",
+    "pp2-zb.fsdp2-z2",
+    "pp2v2-zbv.fsdp2-z1",
 )
 UNEVEN = replace(
     SHAPE,
@@ -66,8 +70,8 @@ def read(world):
     for case, (shape, layout) in CASES.items():
         mesh = groups.mesh(layout, "cpu")
         with torch.device("meta"):
-            part, _ = Case(tour=(), shape=shape).job().build(mesh, layout)
-        live = entries([part], canonical_name)
+            parts, _ = Case(tour=(), shape=shape).job().build(mesh, layout)
+        live = entries(parts, canonical_name)
         states = {name: (State("param", "float64"),) for name in live}
         told = [None] * world.size
         dist.all_gather_object(told, describe(live, states, layout, world.rank))

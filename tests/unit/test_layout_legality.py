@@ -27,6 +27,8 @@ ILLEGAL = {
     ("pp2v2_1_1_1_2", None, None, None): "1_1_1_2 hold 5 layers but the model has 4",
     ("pp2-zb.fsdp2", None, None, None): "-zb under ZeRO-3 gives wrong gradients without an error",
     ("pp2v2-zbv.cp2", None, None, None): "-zbv under ZeRO-3 gives wrong gradients without an error",
+    ("pp2v2", None, 5, None): "v2 takes the 5 micro-batches of a data rank in 2 rounds",
+    ("pp2-zb.dp2", None, 13, None): "nearest: 12 or 16 micro-batches in all",
     ("fsdp4.ep2.etp2", None, None, None): "ep2.etp2 deals out experts, and the model has none",
 }
 
@@ -47,6 +49,11 @@ def test_a_broken_rule_is_named_with_its_numbers(case):
 
     assert len(found) == 1
     assert ILLEGAL[case] in found[0]
+
+
+@pytest.mark.parametrize("text", ["pp2v2-zbv", "pp2", "pp3v2", "pp4-zb"])
+def test_what_needs_no_rounds_or_has_one_takes_any_number_of_micro_batches(text):
+    assert problems(parse_layout(text), replace(TINY, num_layers=6), num_microbatches=5) == ()
 
 
 @pytest.mark.parametrize(("text", "_why"), LEGAL)
@@ -93,8 +100,6 @@ def test_who_does_not_ask_for_cp_or_experts_is_not_sent_there(text):
         ("fsdp2.cp2", "cp2"),
         ("fsdp4.ep2", "ep2"),
         ("fsdp4.etp2", "etp2"),
-        ("pp2v2", "v2"),
-        ("pp2-zb", "-zb"),
         ("tp8", "tp8 above 4 key/value heads"),
     ],
 )

@@ -185,7 +185,26 @@ def _batch_problems(layout: Layout, num_microbatches: int) -> list[str]:
     # Shares differ by at most one, so the poorest data rank has the rounded-down share.
     ranks, stages = layout.data_ranks, layout.size("pp")
     if num_microbatches // ranks >= stages:
-        return []
+        return _round_problems(layout, num_microbatches)
     need = f"each needs at least {stages}, one per pipeline stage" if stages > 1 else "each needs at least one"
     short = f"{num_microbatches} micro-batches over {ranks} data ranks leave {num_microbatches // ranks} for some"
     return [f"{short}; {need}: {ranks * stages} in all"]
+
+
+def _round_problems(layout: Layout, num_microbatches: int) -> list[str]:
+    """Interleaved stages take their micro-batches in equal rounds, of as few as there are pp ranks, or a few more.
+
+    That is how torch's schedules turn from one chunk to the next (Megatron's, arXiv 2104.04473, section 2.2.2, asks for
+    a multiple of pp); one round of many would be GPipe. Where shares are uneven, fillers make them all the longest.
+    """
+    if layout.schedule == "zbv" or (layout.chunks == 1 and not layout.schedule):
+        return []
+    ranks, pp = layout.data_ranks, layout.size("pp")
+    share = -(-num_microbatches // ranks)
+    rounds = share // pp
+    if share % rounds == 0:
+        return []
+    near = " or ".join(str(size * pp * ranks) for size in (rounds, rounds + 1))
+    what = f"v{layout.chunks}" if layout.chunks > 1 else f"-{layout.schedule}"
+    taken = f"{what} takes the {share} micro-batches of a data rank in {rounds} rounds, of {pp} (pp) or a few more each"
+    return [f"{taken}; they do not divide evenly; nearest: {near} micro-batches in all"]

@@ -14,8 +14,6 @@ def untrained(layout: Layout, num_kv_heads: int | None = None) -> list[str]:
     parts = {
         f"cp{layout.size('cp')}": layout.size("cp") > 1,
         **{f"{axis}{layout.size(axis)}": layout.size(axis) > 1 for axis in EXPERT_AXES},
-        f"v{layout.chunks}": layout.chunks > 1,
-        f"-{layout.schedule}": layout.schedule != "",
         f"tp{tp} above {num_kv_heads} key/value heads": num_kv_heads is not None and tp > num_kv_heads,
     }
     return [f"{part} can be planned, but not trained in yet" for part, there in parts.items() if there]

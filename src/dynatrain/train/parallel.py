@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
-from dynatrain.layout.stages import stage_ranges
+from dynatrain.layout.stages import held_stages, stage_ranges
 from dynatrain.layout.text import short_layout
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.keyed import KeyedStream
@@ -29,6 +29,7 @@ from dynatrain.models.share import TokenShare
 from dynatrain.space.decoder import GPT2, DecoderShape
 from dynatrain.space.run_check import untrained
 from dynatrain.train.reduction import TreeReduceScatter, tree_all_reduce
+from dynatrain.train.torch_private import share_shard
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 """Dtype of activations and gathered weights. bf16 keeps fp32 masters (the shards); fp64 holds everything in fp64."""
@@ -52,10 +53,12 @@ class Precision:
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def build_part(
+def build_parts(
     shape: DecoderShape, layout: Layout, mesh: DeviceMesh, *, seed: int, precision: Precision
-) -> DecoderPart:
-    """This rank's part of the decoder under ``layout``: on meta, cut by tp, wrapped by fsdp, reducing in the tree.
+) -> list[DecoderPart]:
+    """This rank's parts of the decoder under ``layout``: on meta, cut by tp, wrapped by fsdp, reducing in the tree.
+
+    There is one for each of the rank's stages, first stage first; they share one ``KeyedStream``.
 
     Args:
         shape: the model.
@@ -69,11 +72,22 @@ def build_part(
     """
     if problems := untrained(layout, shape):
         raise LayoutError(f"{short_layout(layout)} is not built for this model", problems)
-    stage = mesh.get_local_rank("pp")
-    layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
     streams = KeyedStream(seed=seed, share=token_share(layout, mesh))
+    stages = held_stages(layout, mesh.get_local_rank("pp"))
+    parts = [_part(shape, layout, mesh, stage, streams, precision) for stage in stages]
+    first, last = parts[0], parts[-1]
+    if shape.tie_word_embeddings and None not in {first.embed_tokens, last.lm_head} and first is not last:
+        # Both ends of a V: two modules, each gathered and reduced with its part, over one shard.
+        share_shard(last, "lm_head.weight", first.embed_tokens.weight)
+    return parts
+
+
+def _part(
+    shape: DecoderShape, layout: Layout, mesh: DeviceMesh, stage: int, streams: KeyedStream, precision: Precision
+) -> DecoderPart:
+    layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
     with torch.device("meta"):
-        part = DecoderPart(shape, layers, first=stage == 0, last=stage == layout.size("pp") - 1, streams=streams).to(
+        part = DecoderPart(shape, layers, first=stage == 0, last=stage == layout.num_stages - 1, streams=streams).to(
             master_dtype(precision.compute)
         )
     if layout.size("tp") > 1:
@@ -120,7 +134,8 @@ def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
 
 
 def _shard(part: DecoderPart, layout: Layout, mesh: DeviceMesh, precision: Precision) -> None:
-    gathered_between = layout.zero == 3
+    # A zero-bubble backward looks for the gathered weights twice; also on one fsdp rank they are gone after a forward.
+    freed_between = layout.zero == 3 and not layout.schedule
     tied_here = (
         part.embed_tokens is not None and part.lm_head is not None and (part.lm_head.weight is part.embed_tokens.weight)
     )
@@ -132,8 +147,8 @@ def _shard(part: DecoderPart, layout: Layout, mesh: DeviceMesh, precision: Preci
         if part.lm_head is not None:
             units.append([part.norm, part.lm_head])
     for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=precision.policy(), reshard_after_forward=gathered_between)
-    fully_shard(part, mesh=mesh, mp_policy=precision.policy(), reshard_after_forward=gathered_between)
+        fully_shard(unit, mesh=mesh, mp_policy=precision.policy(), reshard_after_forward=freed_between)
+    fully_shard(part, mesh=mesh, mp_policy=precision.policy(), reshard_after_forward=freed_between)
     if layout.zero == 1:
         part.set_reshard_after_backward(False)
 
