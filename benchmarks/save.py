@@ -214,7 +214,7 @@ def held(world):
         for n, entry in world.found.items()
     }
     for name, values in optimizer_states(world.optimizer, world.found).items():
-        found |= {flat(granule_path(name, state, first=False, forms={})): value for state, value in values.items()}
+        found |= {flat(granule_path(name, one.name, first=False, forms={})): value for one, value in values.items()}
     return found
 
 

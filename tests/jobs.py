@@ -108,7 +108,7 @@ class Case:
 def expected(case, *, tree=True):
     """Each step's loss, and ``{(tensor, state): value}`` at the end of each visit, by the oracle."""
     data, dtype = case.data(), str(master_dtype(case.compute)).removeprefix("torch.")
-    tensors = catalogue(case.shape, dtype, optimizer_states=())
+    tensors = catalogue(case.shape, dtype, optimizer="")
     kinds = {tensor.name: tensor.states[0].name for tensor in tensors}
     start = {
         tensor.name: initial_box(

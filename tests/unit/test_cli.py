@@ -16,6 +16,8 @@ from dynatrain.app.main import COMMANDS, main
 from dynatrain.app.mistake import MistakeError, all_of
 from dynatrain.app.output import seconds, size
 from dynatrain.observe.run import AgentMark
+from dynatrain.space.decoder import catalogue
+from dynatrain.space.presets import PRESETS
 
 
 @pytest.fixture
@@ -276,9 +278,18 @@ def test_a_rank_s_part_adds_up_to_its_row(monkeypatch, capsys):
 
 
 def test_a_layout_that_no_run_trains_in_yet_is_explained_with_a_note(monkeypatch, capsys):
-    code, out, _ = call(monkeypatch, capsys, "layout", "cp2-ring", "--model", "tiny")
+    code, out, _ = call(monkeypatch, capsys, "layout", "pp2v2", "--model", "tiny")
     assert code == 0
-    assert "It is legal for tiny.\ncp2 can be planned, but not trained in yet\n" in out
+    assert "It is legal for tiny.\nv2 can be planned, but not trained in yet\n" in out
+
+
+@pytest.mark.parametrize("name", ["sgd", "adafactor", "muon", "adamw8bit"])
+def test_plan_moves_the_state_of_the_optimizer_that_is_named(name, monkeypatch, capsys):
+    code, out, _ = call(monkeypatch, capsys, "plan", "fsdp2", "tp2", "--model", "tiny", "--optimizer", name, "--judge")
+    assert code == 0
+    kinds = out.split("every byte is written exactly once (")[1].split(")")[0].split(", ")
+    tensors = catalogue(PRESETS["tiny"], optimizer=name)
+    assert {kind.split()[0] for kind in kinds} == {state.name for tensor in tensors for state in tensor.states}
 
 
 def test_a_layout_that_can_be_planned_but_not_trained_is_planned_with_a_note(monkeypatch, capsys):

@@ -10,14 +10,15 @@ from torch import nn
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.keyed import KeyedStream
 from dynatrain.space.decoder import catalogue
-from dynatrain.space.optimizers import OPTIMIZERS, beside
+from dynatrain.space.optimizers import OPTIMIZERS, STEP
 from dynatrain.space.presets import resolve_model
+from dynatrain.space.tensor import State
 from dynatrain.train.live import Entry
 from dynatrain.train.optimizer import OptimizerSettings, optimizer_of
 from dynatrain.train.optimizers.adafactor import Adafactor
 from dynatrain.train.optimizers.adamw8bit import SIGNED, UNSIGNED, AdamW8bit, block_scales, dequantise, quantise
 from dynatrain.train.optimizers.muon import COEFFICIENTS, Muon, orthogonal
-from dynatrain.train.optimizers.schema import kept
+from dynatrain.train.optimizers.schema import SCHEMAS, kept
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.states import UnknownStateError, create_optimizer_state, optimizer_states
 
@@ -184,6 +185,18 @@ def test_state_that_is_not_in_the_schema_or_missing_or_misshapen_is_refused_with
         assert said in str(refusal.value)
 
 
+def test_an_optimizer_of_a_user_needs_a_schema_and_may_be_given_one(monkeypatch):
+    params = parameters()
+    optimizer = torch.optim.RMSprop(params)
+    with pytest.raises(UnknownStateError, match=r"optim.*RMSprop has no state schema.*AdamW.*Muon"):
+        create_optimizer_state(optimizer)
+    square = State("square_avg", "float64")
+    monkeypatch.setitem(SCHEMAS, torch.optim.RMSprop, lambda _group, _param: (square, STEP))
+    create_optimizer_state(optimizer)
+    train(optimizer, params)
+    assert list(held(optimizer, params)["p0"]) == [square, STEP]
+
+
 def test_a_frozen_parameter_has_no_state_and_one_without_a_gradient_keeps_none_but_zeros():
     params = parameters()
     params[0].requires_grad_(False)
@@ -205,5 +218,5 @@ def test_what_is_declared_for_a_decoder_is_what_its_optimizer_keeps(name):
     optimizer = optimizer_of(part, OptimizerSettings(name=name))
     names = {id(param): path for path, param in part.named_parameters()}
     live = {names[id(param)]: states for param, states in kept(optimizer)}
-    declared = beside(catalogue(shape, optimizer_states=()), OPTIMIZERS[name])
+    declared = catalogue(shape, optimizer=name)
     assert live == {tensor.name: tensor.states[1:] for tensor in declared}

@@ -162,10 +162,11 @@ def change_of_model(
     *,
     mode: str,
     dtype: str = "float32",
+    optimizer: str = "adamw",
     budget_bytes: int = 0,
     ranks_per_node: int | None = None,
 ) -> Change:
-    """As :func:`change`, for a model trained with AdamW whose parameters are of ``dtype``.
+    """As :func:`change`, for a model whose parameters are of ``dtype``, with the state of one of our optimizers.
 
     Published recipes copy key/value heads to more tp ranks than there are heads. Such a layout can be planned, though
     not trained: :func:`untrainable` says so.
@@ -177,7 +178,7 @@ def change_of_model(
     if ranks_per_node is not None and ranks_per_node < 1:
         raise MistakeError(f"--ranks-per-node is {ranks_per_node}; at least 1.")
     all_of(*(lambda layout=layout: check(layout, shape.limits()) for layout in layouts))
-    tensors, layers = catalogue(shape, dtype), shape.num_hidden_layers
+    tensors, layers = catalogue(shape, dtype, optimizer), shape.num_hidden_layers
     old, new = (declared(tensors, resolve(layout, layers), layers) for layout in layouts)
     return change(tensors, old, new, mode=mode, budget_bytes=budget_bytes, ranks_per_node=ranks_per_node)
 

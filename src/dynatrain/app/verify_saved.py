@@ -14,7 +14,6 @@ from dynatrain.observe.checkpoints import MANIFEST, CheckpointError, Manifest, d
 from dynatrain.observe.run import RunFolder
 from dynatrain.plan.plan import Boxes
 from dynatrain.space.decoder import catalogue
-from dynatrain.space.optimizers import OPTIMIZERS, beside
 from dynatrain.space.presets import resolve_model
 from dynatrain.space.tensor import Catalogue, State, Tensor
 
@@ -96,9 +95,7 @@ def _missing(path: Path, manifest: Manifest, tensors: Catalogue) -> Iterator[str
             raise
         yield f"the model of run {run.name} cannot be made out: {error}"
         return
-    model = catalogue(shape, optimizer_states=())
-    if not manifest.weights_only:
-        model = beside(model, OPTIMIZERS[config.optimizer.name])
+    model = catalogue(shape, optimizer="" if manifest.weights_only else config.optimizer.name)
     gone = [
         f"{tensor.name} {state.name}: the run's model has it, the files not"
         for tensor in model

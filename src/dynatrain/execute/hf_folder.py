@@ -81,7 +81,7 @@ def shelf_of(shape: DecoderShape, tensors: Mapping[str, Stored]) -> Shelf:
     parts = file_parts(shape)
     return {
         (tensor.name, tensor.states[0].name): tuple(_seen_as(part, tensors[part.tensor]) for part in parts[tensor.name])
-        for tensor in catalogue(shape, optimizer_states=())
+        for tensor in catalogue(shape, optimizer="")
         if tensor.name in parts
     }
 
@@ -90,7 +90,7 @@ def _counters(shape: DecoderShape, path: Path) -> Shelf:
     """What no file has, since it begins at zero."""
     return {
         (tensor.name, tensor.states[0].name): (Stored(whole(tensor.shape), torch.zeros(tensor.shape).long(), path),)
-        for tensor in catalogue(shape, optimizer_states=())
+        for tensor in catalogue(shape, optimizer="")
         if tensor.name.endswith(COUNTERS)
     }
 

@@ -63,7 +63,7 @@ def holdings(catalogue: Catalogue, ownership: Ownership, ranks: int) -> Holdings
     for index, tensor in enumerate(catalogue):
         placement = ownership.placements[tensor.name]
         for at, state in enumerate(tensor.states):
-            key = tensor.shape, placement.cuts, placement.stages, state.form
+            key = placement.stages, *(() if state.scalar else (tensor.shape, placement.cuts, state.form))
             if key not in kinds:
                 kinds[key] = len(kinds)
                 pieces.append(_pieces(tensor, state, ownership, ranks, dims))

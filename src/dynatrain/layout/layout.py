@@ -27,6 +27,9 @@ EXPERT_AXES = ("ep", "etp")
 MESH_AXES = ("pp", "dp", "fsdp", "tp")
 """Axes of the mesh that parameters live on: ``fsdp`` stands for fsdp x cp there, as in every cut."""
 
+EXPERT_MESH_AXES = ("pp", "dp", "efsdp", "ep", "etp")
+"""Axes of the mesh that experts live on: the same ranks."""
+
 SHARD_AXES = ("dp", "fsdp", "tp", "efsdp", "ep", "etp")
 """Axes that may cut a tensor: the first three an ordinary one, ``dp`` and the last three the experts'."""
 

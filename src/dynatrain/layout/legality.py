@@ -119,15 +119,16 @@ def _tensor_problems(layout: Layout, limits: ModelLimits, sequence: int | None) 
         "hidden size": limits.hidden_size,
         "intermediate size": limits.intermediate_size,
     }
-    if layout.sp and sequence is not None:
+    if (layout.sp or limits.num_experts) and sequence is not None:  # experts: each tp rank routes a slice of the tokens
         tokens, cp = sequence, layout.size("cp")
         if cp > 1 and sequence % cp == 0:
             tokens = sequence // cp  # a cp rank's share is what tp cuts; where cp leaves a rest, that is said elsewhere
-        split["sequence length (-sp)" if cp == 1 else "tokens of a cp rank (-sp)"] = tokens
+        why = "-sp" if layout.sp else "of which each routes a share to experts"
+        split[f"sequence length ({why})" if cp == 1 else f"tokens of a cp rank ({why})"] = tokens
     found = [f"tp{tp} does not divide the {what}, {size}" for what, size in split.items() if size % tp]
     if kv_heads % tp and tp % kv_heads:
-        rule = f"tp divides them, or is a multiple of them, whose ranks hold copies; they are {kv_heads}"
-        found.append(f"tp{tp} does not divide the key/value heads, {kv_heads}: {rule}")
+        # A multiple of them is legal, too: its ranks hold copies.
+        found.append(f"tp{tp} does not divide the key/value heads, {kv_heads}, nor is it a multiple of them")
     return found
 
 

@@ -1,9 +1,10 @@
 """Layouts near a given one, nearest first, legal or not: the enumeration behind "nearest legal"."""
 
-import itertools
+import dataclasses
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 from dynatrain.layout.layout import AXES, EXPERT_AXES, Layout
 from dynatrain.layout.text import print_layout
@@ -54,52 +55,54 @@ def _divisors(number: int) -> list[int]:
 
 
 def _variants(layout: Layout, sizes: Sizes) -> Iterator[Layout]:
-    """Layouts of ``sizes`` that keep as much of ``layout`` as can be kept, with and without what may be at fault."""
+    """Layouts of ``sizes`` that keep as much of ``layout`` as can be kept: all of it, all but one thing, and the least.
+
+    The least is legal wherever any options are, so that it is enough to try no other combination.
+    """
+    kept = _kept(layout, sizes)
+    plain: dict[str, Any] = {"sp": False, "stages": (), "schedule": "", "cp_method": "gather"}
+    without: list[dict[str, Any]] = [{name: value} for name, value in plain.items()]
+    without.append({"chunks": 1, "stages": (), "schedule": "zb" if kept.schedule == "zbv" else kept.schedule})
+    if kept.schedule and kept.size("fsdp") * kept.size("cp") > 1:
+        without.append({"zero": 2})
+    without += [{"ep": ep, "etp": etp} for ep, etp in _experts(layout, kept)]
+    without.append({**plain, "chunks": 1, "ep": 1, "etp": 1})
+    yield kept
+    for less in without:
+        if any(getattr(kept, name) != value for name, value in less.items()):
+            yield dataclasses.replace(kept, **less)
+
+
+def _kept(layout: Layout, sizes: Sizes) -> Layout:
+    """``layout`` with other sizes, and of its options those that may stand beside them."""
     world = math.prod(sizes.values())
-    axes = tuple((axis, sizes[axis]) for axis in _rank_order(layout) if sizes[axis] > 1)
     staged, context, sharded = sizes["pp"] > 1, sizes["cp"] > 1, sizes["fsdp"] * sizes["cp"] > 1
-    order = layout.order if layout.order and sorted(layout.order) == list(range(world)) else ()
-    pipelines = {(1, ()), *_pipelines(layout, sizes["pp"])} if staged else {(1, ())}
-    schedules = {layout.schedule, ""} if staged else {""}
-    zeros = {layout.zero if layout.zero in {1, 2} else 3, 2 if layout.schedule else 3} if sharded else {3}
-    methods = {layout.cp_method, "gather"} if context else {"gather"}
-    sps = {layout.sp and sizes["tp"] > 1, False}
-    experts = _experts(layout, sizes)
-    for (chunks, stages), schedule, zero, method, sp, (ep, etp) in itertools.product(
-        pipelines, schedules, zeros, methods, sps, experts
-    ):
-        yield Layout(
-            axes=axes,
-            chunks=chunks,
-            stages=stages,
-            schedule="zb" if schedule == "zbv" and chunks != 2 else schedule,
-            zero=zero,
-            cp_method=method,
-            sp=sp,
-            ep=ep,
-            etp=etp,
-            order=order,
-        )
+    chunks = max(layout.chunks, 1) if staged else 1
+    ways, inner = layout.ep * layout.etp, sizes["fsdp"] * sizes["cp"] * sizes["tp"]
+    fit = ways > 0 and inner % ways == 0
+    return Layout(
+        axes=tuple((axis, sizes[axis]) for axis in _rank_order(layout) if sizes[axis] > 1),
+        chunks=chunks,
+        stages=layout.stages if staged and len(layout.stages) == sizes["pp"] * chunks else (),
+        schedule=layout.schedule if staged else "",
+        zero=layout.zero if sharded and layout.zero in {1, 2} else 3,
+        cp_method=layout.cp_method if context else "gather",
+        sp=layout.sp and sizes["tp"] > 1,
+        ep=layout.ep if fit else 1,
+        etp=layout.etp if fit else 1,
+        order=layout.order if layout.order and sorted(layout.order) == list(range(world)) else (),
+    )
 
 
-def _pipelines(layout: Layout, pp: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Chunks and pinned layers that may be kept with ``pp`` ranks."""
-    chunks = max(layout.chunks, 1)
-    yield chunks, ()
-    if len(layout.stages) == pp * chunks:
-        yield chunks, layout.stages
-
-
-def _experts(layout: Layout, sizes: Sizes) -> set[tuple[int, int]]:
-    """Sizes of ep and etp that may stand beside ``sizes``: those of ``layout``, one of the two changed, or neither."""
-    inner = sizes["fsdp"] * sizes["cp"] * sizes["tp"]
-    own = layout.ep, layout.etp
-    found = {own, (1, 1)}
-    if layout.ep > 1:
-        found |= {(size, layout.etp) for size in _divisors(inner)}
-    if layout.etp > 1:
-        found |= {(layout.ep, size) for size in _divisors(inner)}
-    return {(ep, etp) for ep, etp in found if min(ep, etp) >= 1 and inner % (ep * etp) == 0}
+def _experts(layout: Layout, kept: Layout) -> list[tuple[int, int]]:
+    """Other sizes of ep, or of etp, on the same ranks: only beside axes that stay, where they are the nearest."""
+    if layout.ep == layout.etp == 1:
+        return []
+    if any(kept.size(axis) != layout.size(axis) for axis in AXES):
+        return [(1, 1)]
+    inner = kept.inner_ranks
+    found = [(1, 1), *((ep, layout.etp) for ep in _divisors(inner)), *((layout.ep, etp) for etp in _divisors(inner))]
+    return [(ep, etp) for ep, etp in found if min(ep, etp) > 0 and inner % (ep * etp) == 0]
 
 
 def _rank_order(layout: Layout) -> list[str]:

@@ -34,7 +34,7 @@ _OPTIONS = {
     "zbv": ("pp",),
 }
 """Options, and the axes that each may stand behind. Where both are named, ZeRO's stage stands behind fsdp."""
-_KINDS = ({"sp"}, {"z1", "z2"}, {"ring", "ulysses"}, {"zb", "zbv"})
+_KINDS = _SP, _ZERO, _METHOD, _SCHEDULE = {"sp"}, {"z1", "z2"}, {"ring", "ulysses"}, {"zb", "zbv"}
 _SHOWN_ORDER = 16
 
 
@@ -129,10 +129,10 @@ def _made(matches: list[re.Match[str]], order: tuple[int, ...]) -> Layout:
         axes=axes,
         chunks=int(pp["chunks"] or 1) if pp else 1,
         stages=tuple(map(int, pp["stages"].split("_")[1:])) if pp else (),
-        schedule=said(_KINDS[3], ""),
-        zero=int(said(_KINDS[1], "z3")[1]),
-        cp_method=said(_KINDS[2], CP_METHODS[0]),
-        sp="sp" in options,
+        schedule=said(_SCHEDULE, ""),
+        zero=int(said(_ZERO, "z3")[1]),
+        cp_method=said(_METHOD, CP_METHODS[0]),
+        sp=bool(_SP & options),
         ep=experts.get("ep", 1),
         etp=experts.get("etp", 1),
         order=() if order == tuple(range(len(order))) and len(order) == math.prod(size for _, size in axes) else order,
@@ -147,7 +147,7 @@ def _place_problems(matches: list[re.Match[str]]) -> list[str]:
     if names != usual and not problems:
         problems.append("ep and etp stand, in this order, behind the axes whose ranks they factor anew")
     if "fsdp" in names:
-        late = [match for match in matches if match["axis"] == "cp" and {"z1", "z2"} & set(match["options"].split("-"))]
+        late = [match for match in matches if match["axis"] == "cp" and _ZERO & set(match["options"].split("-"))]
         problems += [f"{match[0]!r}: ZeRO's stage stands behind fsdp where there is one" for match in late]
     problems += [f"{match[0]!r}: an axis of size 1 is left out" for match in matches if _is_one(match)]
     return problems

@@ -1,6 +1,6 @@
 """Layouts that can be read, planned and judged, but not trained in yet: the one list of them."""
 
-from dynatrain.layout.layout import EXPERT_AXES, Layout
+from dynatrain.layout.layout import Layout
 
 
 def untrained(layout: Layout, num_kv_heads: int | None = None) -> list[str]:
@@ -12,8 +12,6 @@ def untrained(layout: Layout, num_kv_heads: int | None = None) -> list[str]:
     """
     tp = layout.size("tp")
     parts = {
-        f"cp{layout.size('cp')}": layout.size("cp") > 1,
-        **{f"{axis}{layout.size(axis)}": layout.size(axis) > 1 for axis in EXPERT_AXES},
         f"tp{tp} above {num_kv_heads} key/value heads": num_kv_heads is not None and tp > num_kv_heads,
     }
     return [f"{part} can be planned, but not trained in yet" for part, there in parts.items() if there]

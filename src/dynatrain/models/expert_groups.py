@@ -25,7 +25,7 @@ class ExpertGroups(Exchange):
     Args:
         ep: rank i of it holds experts i E/ep up to (i + 1) E/ep of the E experts, which ep divides.
         etp: as above; None where each rank holds the whole width.
-        sequences: groups over which the tokens of a sequence are spread (of tp, of cp); their product shares it.
+        sequences: as of :class:`Exchange`.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class ExpertGroups(Exchange):
         etp: dist.ProcessGroup | None = None,
         sequences: Sequence[dist.ProcessGroup] = (),
     ) -> None:
+        super().__init__(sequences)
         self.ep = ep
         self.etp = etp
-        self.sequences = tuple(sequences)
 
     def run(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """As of :class:`Exchange`; ``experts`` are this rank's: its E/ep experts, its part of their width."""
@@ -58,13 +58,6 @@ class ExpertGroups(Exchange):
         gathered = _Moved.apply(rows.repeat(ways, 1), [len(rows)] * ways, each, self.etp)
         parts = _Moved.apply(_by_expert(experts, gathered, all_counts), each, [len(rows)] * ways, self.etp)
         return parts.unflatten(0, (ways, -1)).sum(0)
-
-    def whole(self, counts: Tensor) -> Tensor:
-        """As of :class:`Exchange`."""
-        counts = counts.clone()
-        for group in self.sequences:
-            dist.all_reduce(counts, group=group)
-        return counts
 
 
 def _by_expert(experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:

@@ -7,7 +7,10 @@ of the experts' global numbers. So no sum depends on where an expert is.
 Legend of shapes: B samples, T tokens, H hidden size, E experts, K experts of a token, R rows.
 """
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -19,7 +22,14 @@ from dynatrain.space.decoder import DecoderShape
 
 
 class Exchange:
-    """How rows come to the experts that they are for; this one is for one process, which holds all experts."""
+    """How rows come to the experts that they are for; in this one every process holds all experts.
+
+    Args:
+        sequences: groups over which the tokens of a sequence are spread (of tp, of cp); their product shares it.
+    """
+
+    def __init__(self, sequences: Sequence[dist.ProcessGroup] = ()) -> None:
+        self.sequences = tuple(sequences)
 
     def run(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """The experts' outputs for ``rows``.
@@ -36,6 +46,9 @@ class Exchange:
 
     def whole(self, counts: Tensor) -> Tensor:
         """Counts of whole sequences, from those of the tokens that this process holds of them; both int64 [B, E]."""
+        counts = counts.clone()
+        for group in self.sequences:
+            dist.all_reduce(counts, group=group)
         return counts
 
 

@@ -38,6 +38,7 @@ class LatentAttention(nn.Module):
         self.q_a_layernorm = nn.RMSNorm(sizes.q_lora_rank, eps=_NORM_EPS)
         self.q_b_proj = nn.Linear(sizes.q_lora_rank, heads * sizes.head_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(hidden, sizes.kv_lora_rank + sizes.qk_rope_head_dim, bias=False)
+        self.turned_key = nn.Identity()  # one for all heads: where ranks share them out, its gradient is their sum
         self.kv_a_layernorm = nn.RMSNorm(sizes.kv_lora_rank, eps=_NORM_EPS)
         self.kv_b_proj = nn.Linear(sizes.kv_lora_rank, heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * sizes.v_head_dim, hidden, bias=False)
@@ -55,7 +56,9 @@ class LatentAttention(nn.Module):
         kv = self.kv_b_proj(self.kv_a_layernorm(latent))
         kv = kv.unflatten(-1, (-1, sizes.qk_nope_head_dim + sizes.v_head_dim))
         k, v = kv.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)
-        q_turned, k_turned = (self.rotary(_apart(x), documents) for x in (q_turned, k_turned[..., None, :]))
+        q_turned, k_turned = (
+            self.rotary(_apart(x), documents) for x in (q_turned, self.turned_key(k_turned)[..., None, :])
+        )
         k_turned = k_turned.expand(-1, -1, k.shape[2], -1)  # one for all heads
         return torch.cat((q, q_turned), dim=-1), torch.cat((k, k_turned), dim=-1), v
 

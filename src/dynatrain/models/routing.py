@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
 from dynatrain.space.blocks import SIGMOID, Experts
@@ -38,7 +39,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, H] -> scores [B, T, E], in fp32 at least; chosen experts, ascending, and their weights [B, T, K]."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = functional.linear(x.to(wide), self.weight.to(wide))
+        logits = functional.linear(x.to(wide), _copy_of(self.weight).to(wide))
         scores = logits.sigmoid() if self.sizes.gate == SIGMOID else logits.softmax(-1)
         chosen = self._chosen(scores.detach())
         weights = scores.gather(-1, chosen)
@@ -55,6 +56,13 @@ class Router(nn.Module):
             closed = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, value=False)
             scores = grouped.masked_fill(closed[..., None], -torch.inf).flatten(-2)
         return scores.topk(self.sizes.num_experts_per_tok, dim=-1).indices.sort(-1).values
+
+
+def _copy_of(weight: Tensor) -> Tensor:
+    """A weight of which ranks with other tokens hold copies: its gradient is the sum over them."""
+    if not isinstance(weight, DTensor):
+        return weight
+    return weight.to_local(grad_placements=[Partial()] * weight.device_mesh.ndim)
 
 
 def balance_loss(scores: Tensor, counts: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from dynatrain.plan.mesh import Mesh
 from dynatrain.plan.plan import Granule
 from dynatrain.space.box import Box, chunk, intersect, volume, whole
 from dynatrain.space.ownership import Ownership, Placement
-from dynatrain.space.tensor import Catalogue
+from dynatrain.space.tensor import Catalogue, State
 
 Cell = tuple[int, ...]
 """Index along each cut of a grid; ``()`` where nothing cuts the tensor."""
@@ -213,6 +213,7 @@ def families(
     _refuse_unplaced(catalogue, old, new)
     meshes = Mesh(old.layout), Mesh(new.layout)
     found: dict[tuple[object, ...], Family] = {}
+    forms: dict[int, list[tuple[int, ...]]] = {}
 
     def add(item: Item, shape: tuple[int, ...], before: Placement, after: Placement) -> None:
         key = shape, before.cuts, before.stages, after.cuts, after.stages  # plain tuples hash far faster than values
@@ -224,14 +225,25 @@ def families(
 
     for index, tensor in enumerate(catalogue):
         before, after = old.placements[tensor.name], new.placements[tensor.name]
-        forms: dict[object, list[int]] = {}
-        for at, state in enumerate(tensor.states):
-            forms.setdefault(state.form, []).append(at)
-        for alike in forms.values():
-            state = tensor.states[alike[0]]
-            sides = (before, after) if state.like_tensor else (old.placed(tensor, state), new.placed(tensor, state))
-            add(Item(tensor=index, states=tuple(alike)), tensor.state_shape(state), *sides)
+        kinds = forms.get(id(tensor.states))  # layers share their states
+        if kinds is None:
+            kinds = forms[id(tensor.states)] = _by_form(tensor.states)
+        for members in kinds:
+            state = tensor.states[members[0]]
+            item = Item(tensor=index, states=members)
+            if state.like_tensor:
+                add(item, tensor.shape, before, after)
+            else:
+                add(item, tensor.state_shape(state), old.placed(tensor, state), new.placed(tensor, state))
     return tuple(found.values())
+
+
+def _by_form(states: tuple[State, ...]) -> list[tuple[int, ...]]:
+    """Indices of states that lie alike, together."""
+    found: dict[object, list[int]] = {}
+    for at, state in enumerate(states):
+        found.setdefault(state.form, []).append(at)
+    return [tuple(members) for members in found.values()]
 
 
 def _refuse_unplaced(catalogue: Catalogue, old: Ownership, new: Ownership) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Self
 from dynatrain.layout.legality import ModelLimits
 from dynatrain.space.blocks import COLUMNS, ROWS, SHARDED, Experts, Latent, Parameters, gated_mlp
 from dynatrain.space.hf_config import ModelError, decoder_fields, read_json, written_config
+from dynatrain.space.optimizers import OPTIMIZERS, beside
 from dynatrain.space.tensor import FIRST, ITEMSIZE, LAST, Catalogue, Cuts, State, Tensor
 
 LLAMA, GPT2 = FAMILIES = ("llama", "gpt2")
@@ -186,39 +187,17 @@ _SIZES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateRule:
-    """What an optimizer keeps for each parameter under one name.
-
-    Attributes:
-        name: the optimizer's own key.
-        dtype: element type; empty for the parameter's own.
-        scalar: one element for the whole tensor.
-    """
-
-    name: str
-    dtype: str = ""
-    scalar: bool = False
-
-
-ADAMW = (StateRule(name="exp_avg"), StateRule(name="exp_avg_sq"), StateRule(name="step", dtype="float32", scalar=True))
-"""What ``torch.optim.AdamW`` keeps."""
-
-
-def catalogue(
-    shape: DecoderShape, dtype: str = "float32", optimizer_states: tuple[StateRule, ...] = ADAMW
-) -> Catalogue:
+def catalogue(shape: DecoderShape, dtype: str = "float32", optimizer: str = "adamw") -> Catalogue:
     """All logical tensors of a decoder, in the order in which its modules are constructed.
 
     Args:
         shape: sizes and options.
         dtype: element type of the parameters, one of :data:`dynatrain.space.tensor.ITEMSIZE`.
-        optimizer_states: what is kept beside each parameter.
+        optimizer: whose states each parameter has, a key of ``space.optimizers.OPTIMIZERS``; empty for none.
     """
     if dtype not in ITEMSIZE:
         raise ModelError("no such element type", (f"dtype is {dtype!r}; one of {', '.join(ITEMSIZE)}",))
-    beside = (State(rule.name, rule.dtype or dtype, rule.scalar) for rule in optimizer_states)
-    states = (State("param", dtype), *beside)
+    states = (State("param", dtype),)
     last: tuple[int | str, ...] = (LAST,)
     D = shape.hidden_size  # noqa: N806  # the legend's names
     shape_VD = (shape.vocab_size, D)  # noqa: N806
@@ -240,7 +219,7 @@ def catalogue(
     tensors += [Tensor(name, dims, cuts, last, states, "head") for name, dims, cuts in _norm(shape, "norm", D)]
     if not shape.tie_word_embeddings:
         tensors.append(Tensor("lm_head.weight", shape_VD, ROWS, last, states, "head"))
-    return tuple(tensors)
+    return beside(tuple(tensors), OPTIMIZERS[optimizer]) if optimizer else tuple(tensors)
 
 
 def _block(shape: DecoderShape, layer: int) -> Parameters:

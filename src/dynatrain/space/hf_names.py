@@ -64,7 +64,7 @@ def file_parts(shape: DecoderShape) -> dict[str, tuple[FilePart, ...]]:
     """
     architecture = architecture_of(shape.fields()).model_type
     found: dict[str, tuple[FilePart, ...]] = {}
-    for tensor in catalogue(shape, optimizer_states=()):
+    for tensor in catalogue(shape, optimizer=""):
         if tensor.name.endswith(COUNTERS):
             continue
         if shape.family == GPT2:

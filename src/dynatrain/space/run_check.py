@@ -106,15 +106,7 @@ def _layout_problems(
         near = nearest(layout, limits, num_microbatches=batches, sequence=sequence, to_train=True)
         said = LayoutError(f"{short_layout(layout)} is not legal here", error.problems, tuple(map(print_layout, near)))
         return [f"{key}: {said}"]
-    return [f"{key}: {problem}" for problem in untrained(layout, shape)]
-
-
-def untrained(layout: Layout, shape: DecoderShape) -> tuple[str, ...]:
-    """Why a layout that is legal, and can be planned, is not built for the model; empty where it is."""
-    if layout.size("tp") == 1 or not (shape.experts or shape.latent):
-        return ()
-    what = f"tp{layout.size('tp')} does not cut experts and latent attention yet"
-    return (f"{what}; nearest: {short_layout(layout)} with its tp ranks on fsdp",)
+    return []
 
 
 def _batch_problems(config: RunConfig) -> list[str]:

@@ -9,7 +9,7 @@ by those of the tensor's cuts that fall on the dims that it shares with the tens
 import math
 from dataclasses import dataclass, replace
 
-from dynatrain.space.box import Box, whole
+from dynatrain.space.box import Box, shape_of, whole
 
 ITEMSIZE = {
     "float64": 8,
@@ -70,9 +70,11 @@ class State:
 
     def cuts(self, cuts: tuple[tuple[str, int], ...], dims: int) -> tuple[tuple[str, int], ...]:
         """Those of a tensor's ``cuts`` that cut the state, by the state's own dims; ``dims`` are the tensor's."""
+        if self.scalar or not cuts:
+            return ()
         if self.like_tensor:
             return cuts
-        gone = set(range(dims)) if self.scalar else {*self.reduced, *range(dims - bool(self.block), dims)}
+        gone = {*self.reduced, *range(dims - bool(self.block), dims)}
         return tuple((axis, dim - sum(d in self.reduced for d in range(dim))) for axis, dim in cuts if dim not in gone)
 
 
@@ -112,7 +114,9 @@ class Tensor:
 
     def state_shape(self, state: State) -> tuple[int, ...]:
         """Global shape of one of its states."""
-        return self.shape if state.like_tensor else tuple(b - a for a, b in state.box(whole(self.shape), self.shape))
+        if state.like_tensor or state.scalar:
+            return () if state.scalar else self.shape
+        return shape_of(state.box(whole(self.shape), self.shape))
 
     def nbytes(self, state: State) -> int:
         """Bytes of one of its states, whole."""

@@ -10,14 +10,16 @@ come: torch waits inside the store, where nobody can call a thread back.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dynatrain.layout.layout import MESH_AXES, Layout
+from dynatrain.layout.layout import EXPERT_MESH_AXES, MESH_AXES, Layout
 from dynatrain.train.torch_private import clear_dtensor_caches, named_group
 
 _POLL = (0.0005, 0.01)  # seconds between two looks: at first, at most
@@ -67,7 +69,7 @@ class GroupPool:
         self._switch = switch
         self._patience = patience
         self._groups: dict[_Key, dist.ProcessGroup] = {}
-        self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self._meshes: dict[tuple[object, ...], DeviceMesh] = {}
         self._closed = False
         self._lock = threading.Lock()
 
@@ -150,20 +152,27 @@ class GroupPool:
             dist.destroy_process_group(self._groups.pop((purpose, members)))
         self._meshes.clear()
 
-    def mesh(self, layout: Layout, device_type: str) -> DeviceMesh:
-        """The device mesh of ``layout``: always the axes of ``MESH_AXES`` in that order, from pooled groups.
+    def mesh(self, layout: Layout, device_type: str, axes: tuple[str, ...] = MESH_AXES) -> DeviceMesh:
+        """A device mesh of ``layout``, from pooled groups: that of parameters, or of experts.
 
-        Its axis ``fsdp`` is fsdp x cp: both shard parameters as one.
+        Args:
+            layout: of all ranks.
+            device_type: ``cpu`` or ``cuda``.
+            axes: :data:`MESH_AXES`, where ``fsdp`` is fsdp x cp (both shard parameters as one), or
+                :data:`EXPERT_MESH_AXES`.
         """
         ranks = rank_grid(layout)
-        shape = tuple(layout.ways(axis) for axis in MESH_AXES)
-        key = (*shape, *ranks)
+        shape = tuple(layout.ways(axis) for axis in axes)
+        key = (axes, *shape, *ranks)
         if self._base is not None and (found := self._base._meshes.get(key)) is not None:  # noqa: SLF001
             return found
         if key not in self._meshes:
             grid = torch.tensor(ranks, dtype=torch.int).view(shape)
-            mine = [self.get("mesh", axis_members(layout, axis, self.rank)) for axis in MESH_AXES]
-            self._meshes[key] = DeviceMesh.from_group(mine, device_type, mesh=grid, mesh_dim_names=MESH_AXES)
+            mine = [
+                self.get("mesh" if axis in MESH_AXES else "experts", axis_members(layout, axis, self.rank))
+                for axis in axes
+            ]
+            self._meshes[key] = DeviceMesh.from_group(mine, device_type, mesh=grid, mesh_dim_names=axes)
         return self._meshes[key]
 
     def _find(self, key: _Key) -> dist.ProcessGroup | None:
@@ -189,6 +198,32 @@ class GroupPool:
             for key in self.store.list_keys():
                 if key.startswith(f"{name}/"):
                     self.store.delete_key(key)
+
+
+_BUILDING: ContextVar[tuple[GroupPool, Layout, str]] = ContextVar("building")
+
+
+@contextmanager
+def building(pool: GroupPool, layout: Layout, device_type: str) -> Iterator[None]:
+    """Inside it :func:`context_group` and :func:`expert_mesh` are those of ``layout``, out of ``pool``."""
+    token = _BUILDING.set((pool, layout, device_type))
+    try:
+        yield
+    finally:
+        _BUILDING.reset(token)
+
+
+def context_group() -> dist.ProcessGroup:
+    """The ranks that share this rank's sequences (cp), in their order. To be called in ``build``, by all ranks."""
+    pool, layout, _ = _BUILDING.get()
+    return pool.get("context", axis_members(layout, "cp", pool.rank))
+
+
+def expert_mesh() -> DeviceMesh:
+    """The mesh of experts, :data:`EXPERT_MESH_AXES`. To be called in ``build``, by all ranks of a stage."""
+    pool, layout, device_type = _BUILDING.get()
+    with torch.device("cpu"):  # a build on meta is under way
+        return pool.mesh(layout, device_type, EXPERT_MESH_AXES)
 
 
 def rank_grid(layout: Layout) -> list[int]:

@@ -1,6 +1,7 @@
 """A new world: built on meta, described to the other ranks, later filled and bound in place of the old one."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import astuple
 from typing import Any
 
@@ -15,7 +16,7 @@ from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.adopt import adopt, shard_like
 from dynatrain.train.agreement import SwitchAbortedError, exchange
-from dynatrain.train.groups import GroupPool
+from dynatrain.train.groups import GroupPool, building
 from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
 from dynatrain.train.live import Described, Entry, UnplacedTensorError, describe, entries, merge, reshard
 from dynatrain.train.optimizers.several import Several
@@ -30,10 +31,7 @@ from dynatrain.train.world import Forwards, World, as_parts, carry_groups
 def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool) -> World:
     """Run the user's build for ``layout`` over a mesh of ``groups``. Allocates no state when ``on_meta``."""
     mesh = groups.mesh(layout, party.device.type)
-    if on_meta:
-        with torch.device("meta"):
-            model, optimizer = party.build(mesh, layout)
-    else:
+    with building(groups, layout, party.device.type), torch.device("meta") if on_meta else nullcontext():
         model, optimizer = party.build(mesh, layout)
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = Several(optimizer)

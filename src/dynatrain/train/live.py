@@ -20,8 +20,8 @@ from dynatrain.space.ownership import Ownership, Placement
 from dynatrain.space.tensor import Catalogue, State, Tensor
 from dynatrain.train.torch_private import local_tensor, padded_numels
 
-CUT_ORDER = ("tp", "fsdp")
-"""Axes in the order in which they cut a tensor: torch shards for tensor parallelism first, FSDP2 cuts what is left."""
+CUT_ORDER = ("ep", "etp", "tp", "efsdp", "fsdp")
+"""Axes in the order in which they cut a tensor: what FSDP2 cuts is what the others left."""
 
 
 class UnplacedTensorError(ValueError):
@@ -103,7 +103,7 @@ def cuts_of(value: torch.Tensor) -> tuple[tuple[str, int], ...]:
         if mesh.size(mesh.mesh_dim_names.index(axis)) == 1 or placement.is_replicate():
             continue
         if axis not in CUT_ORDER:
-            raise UnplacedTensorError(f"axis {axis} shards it; only {' and '.join(CUT_ORDER)} may")
+            raise UnplacedTensorError(f"axis {axis} shards it; only {', '.join(CUT_ORDER)} may")
         sharded[axis] = placement.dim  # also of _StridedShard, which is not a Shard
     return tuple((axis, sharded[axis]) for axis in CUT_ORDER if axis in sharded)
 

@@ -3,32 +3,36 @@
 Everything here runs on a model on the meta device and allocates nothing; the parameters' values arrive afterwards.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
-from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.stages import held_stages, stage_ranges
-from dynatrain.layout.text import short_layout
+from dynatrain.models.attend import Attend, attend_whole
+from dynatrain.models.context import attend_over
 from dynatrain.models.decoder import DecoderPart
+from dynatrain.models.experts import MixtureOfExperts
 from dynatrain.models.keyed import KeyedStream
 from dynatrain.models.share import TokenShare
 from dynatrain.space.decoder import GPT2, DecoderShape
-from dynatrain.space.run_check import untrained
+from dynatrain.train.expert_parallel import Shared, deal_out, expert_plan, shard_experts
+from dynatrain.train.groups import context_group
 from dynatrain.train.reduction import TreeReduceScatter, tree_all_reduce
+from dynatrain.train.step import shared_tokens
 from dynatrain.train.torch_private import share_shard
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -66,12 +70,7 @@ def build_parts(
         mesh: of ``layout``, with all axes.
         seed: of the keyed streams (dropout).
         precision: of parameters and compute.
-
-    Raises:
-        LayoutError: the layout is not built for the model.
     """
-    if problems := untrained(layout, shape):
-        raise LayoutError(f"{short_layout(layout)} is not built for this model", problems)
     streams = KeyedStream(seed=seed, share=token_share(layout, mesh))
     stages = held_stages(layout, mesh.get_local_rank("pp"))
     parts = [_part(shape, layout, mesh, stage, streams, precision) for stage in stages]
@@ -87,12 +86,19 @@ def _part(
 ) -> DecoderPart:
     layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
     with torch.device("meta"):
-        part = DecoderPart(shape, layers, first=stage == 0, last=stage == layout.num_stages - 1, streams=streams).to(
-            master_dtype(precision.compute)
+        part = DecoderPart(
+            shape,
+            layers,
+            first=stage == 0,
+            last=stage == layout.num_stages - 1,
+            streams=streams,
+            attend=_attend(layout, streams.share),
         )
+        part.to(master_dtype(precision.compute))
     if layout.size("tp") > 1:
         parallelize_module(part, mesh["tp"], tensor_plan(part, layout))
         part.tie()
+    deal_out(part, layout, mesh["tp"])
     _shard(part, layout, mesh["fsdp"], precision)
     _reduce_in_tree(part, layout, mesh["dp"].get_group())
     return part
@@ -100,7 +106,12 @@ def _part(
 
 def token_share(layout: Layout, mesh: DeviceMesh) -> TokenShare:
     """Which tokens of each sequence this rank holds."""
-    return TokenShare(slices=layout.size("tp"), slice=mesh.get_local_rank("tp")) if layout.sp else TokenShare()
+    share = shared_tokens(layout, layout.coordinates(dist.get_rank()).cp)
+    return replace(share, slices=layout.size("tp"), slice=mesh.get_local_rank("tp")) if layout.sp else share
+
+
+def _attend(layout: Layout, share: TokenShare) -> Attend:
+    return attend_whole if share.parts == 1 else attend_over(layout.cp_method, share, context_group())
 
 
 def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
@@ -118,19 +129,41 @@ def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
             plan["norm"] = SequenceParallel()
     for number, block in part.layers.items():
         at = f"layers.{number}"
-        gate = () if part.shape.family == GPT2 else ("mlp.gate_proj",)
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", *gate, "mlp.up_proj"):
-            plan[f"{at}.{name}"] = ColwiseParallel(input_layouts=between)
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            plan[f"{at}.{name}"] = RowwiseParallel(output_layouts=between)
+        plan |= (
+            _latent_plan(f"{at}.self_attn", between) if part.shape.latent else _heads_plan(f"{at}.self_attn", between)
+        )
+        if isinstance(block.mlp, MixtureOfExperts):
+            plan |= expert_plan(f"{at}.mlp", between, shared=block.mlp.shared_experts is not None)
+        else:
+            gate = () if part.shape.family == GPT2 else ("gate_proj",)
+            plan |= {f"{at}.mlp.{name}": ColwiseParallel(input_layouts=between) for name in (*gate, "up_proj")}
+            plan[f"{at}.mlp.down_proj"] = RowwiseParallel(output_layouts=between)
         if layout.sp:
             plan[f"{at}.input_layernorm"] = SequenceParallel()
             plan[f"{at}.post_attention_layernorm"] = SequenceParallel()
-        if isinstance(block.self_attn.q_norm, nn.RMSNorm):
+        if part.shape.qk_norm:
             # Each rank normalises its own heads: the weight is a copy whose gradient is a sum over the tp ranks.
             plan[f"{at}.self_attn.q_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
             plan[f"{at}.self_attn.k_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return plan
+
+
+def _heads_plan(at: str, between: Placement) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {
+        f"{at}.{name}": ColwiseParallel(input_layouts=between) for name in ("q_proj", "k_proj", "v_proj")
+    }
+    return plan | {f"{at}.o_proj": RowwiseParallel(output_layouts=between)}
+
+
+def _latent_plan(at: str, between: Placement) -> dict[str, ParallelStyle]:
+    """Every rank makes the latents of all tokens, and of them its own heads."""
+    return {
+        at: PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),), use_local_output=True),
+        f"{at}.q_b_proj": ColwiseParallel(),
+        f"{at}.kv_b_proj": ColwiseParallel(),
+        f"{at}.turned_key": Shared(),
+        f"{at}.o_proj": RowwiseParallel(output_layouts=between),
+    }
 
 
 def _shard(part: DecoderPart, layout: Layout, mesh: DeviceMesh, precision: Precision) -> None:
@@ -146,9 +179,11 @@ def _shard(part: DecoderPart, layout: Layout, mesh: DeviceMesh, precision: Preci
             units.insert(0, [part.embed_tokens, *positions])
         if part.lm_head is not None:
             units.append([part.norm, part.lm_head])
+    options = {"mp_policy": precision.policy(), "reshard_after_forward": freed_between}
+    shard_experts(part, layout, **options)
     for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=precision.policy(), reshard_after_forward=freed_between)
-    fully_shard(part, mesh=mesh, mp_policy=precision.policy(), reshard_after_forward=freed_between)
+        fully_shard(unit, mesh=mesh, **options)
+    fully_shard(part, mesh=mesh, **options)
     if layout.zero == 1:
         part.set_reshard_after_backward(False)
 

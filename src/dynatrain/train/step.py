@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dynatrain.data.order import micro_shares
 from dynatrain.layout.layout import Coordinates, Layout
+from dynatrain.models.share import TokenShare
 from dynatrain.train.live import reshard
 from dynatrain.train.pipeline import Pipeline
 from dynatrain.train.reduction import MicroBatchCounter
@@ -108,7 +109,7 @@ class Sharing:
             at: where this rank sits.
             device: of the tensors.
         """
-        size, width = self.micro_sequences, 0
+        size, width, share = self.micro_sequences, 0, shared_tokens(layout, at.cp)
         made = []
         for index in my_indices(self.num_micro_batches, layout.data_ranks, at.dp * layout.size("fsdp") + at.fsdp):
             places = np.arange(max(index, 0) * size, (max(index, 0) + 1) * size)
@@ -120,9 +121,15 @@ class Sharing:
             if free.any():
                 targets = targets.masked_fill(torch.from_numpy(free).to(device)[:, None], IGNORED)
                 samples = np.where(free, FILLER, samples)
-            made.append(MicroBatch(index, inputs, targets, torch.from_numpy(samples).to(device), documents))
             width = targets.shape[1]
+            inputs, targets = share.of(inputs), share.of(targets)
+            made.append(MicroBatch(index, inputs, targets, torch.from_numpy(samples).to(device), documents))
         return made, len(ids) * width
+
+
+def shared_tokens(layout: Layout, part: int) -> TokenShare:
+    """The tokens that a rank of cp attends from, by its number along that axis."""
+    return TokenShare(parts=layout.size("cp"), part=part)
 
 
 def my_indices(num_micro_batches: int, data_ranks: int, data_rank: int) -> list[int]:

@@ -226,8 +226,8 @@ class _Bound:
         return step_totals(losses, self._counted, self._slots, dist.group.WORLD, exact=self.job.optimizer.exact_norm)
 
     def over_data_ranks(self, counts: torch.Tensor) -> torch.Tensor:
-        """``counts``, summed in place over the ranks with other samples; those of tp see the same."""
-        for axis in ("dp", "fsdp"):
+        """``counts``, summed in place over all ranks of the stage: each routes tokens of its own, also those of tp."""
+        for axis in ("dp", "fsdp", "tp"):
             dist.all_reduce(counts, group=self.world.mesh.get_group(axis))
         return counts
 

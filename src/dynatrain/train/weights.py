@@ -46,7 +46,7 @@ def open_checkpoint(path: Path, shape: DecoderShape) -> Shelf:
     if problems := damaged(path, Manifest.read(path).files):
         raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}")
     folder = DcpFolder(path)
-    tensors = catalogue(shape, optimizer_states=())
+    tensors = catalogue(shape, optimizer="")
     shelf, wrong = {}, []
     for tensor in tensors:
         key = _key(tensor.name)
@@ -122,7 +122,7 @@ def read_model(source: Shelf, shape: DecoderShape, dtype: torch.dtype) -> Decode
     """The whole model on the CPU, to compute with and not to train."""
     with torch.device("meta"):
         model = DecoderPart(shape, range(shape.num_hidden_layers), first=True, last=True, streams=KeyedStream(seed=0))
-    tensors = catalogue(shape, _name_of(dtype), optimizer_states=())
+    tensors = catalogue(shape, _name_of(dtype), optimizer="")
     values = {tensor: torch.empty(tensor.shape, dtype=_dtype_of(tensor)) for tensor in tensors}
     copy(source, {(tensor.name, tensor.states[0].name): (_in_memory(value),) for tensor, value in values.items()})
     named = {tensor.name: value for tensor, value in values.items()}
@@ -141,7 +141,7 @@ def _key(name: str) -> str:
 
 def _chunks(shelf: Shelf, shape: DecoderShape, dtype: torch.dtype) -> Iterator[Chunk]:
     """What a checkpoint has of each box; converted when it is written, one at a time."""
-    for tensor in catalogue(shape, _name_of(dtype), optimizer_states=()):
+    for tensor in catalogue(shape, _name_of(dtype), optimizer=""):
         for stored in shelf[tensor.name, tensor.states[0].name]:
             data = partial(_converted, stored, _dtype_of(tensor))
             yield Chunk(_key(tensor.name), tensor.shape, _dtype_of(tensor), stored.box, data)

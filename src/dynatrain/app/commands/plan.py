@@ -31,12 +31,13 @@ def plan(
     rank: Rank = ALL_RANKS,
     judge: bool = False,
     mode: Literal["keep", "tight"] = "keep",
+    optimizer: Literal["adamw", "sgd", "adafactor", "muon", "adamw8bit"] = "adamw",
     ranks_per_node: int | None = None,
     json: bool = False,
 ) -> int:
     """What a change of layout moves: every move, bytes in and out, peak memory and floor. Trains nothing.
 
-    The state is that of AdamW in fp32. Every move is printed where there are few, or those of one rank with --rank.
+    State is in fp32. Every move is printed where there are few, or those of one rank with --rank.
     The floor is in bytes: what the busiest link, or machine, cannot avoid, whoever the sources are.
 
     Args:
@@ -46,13 +47,14 @@ def plan(
         rank: print the part of this rank alone.
         judge: have the whole plan judged, and say how long that took.
         mode: keep the old state to the commit, or hand it over tensor by tensor.
+        optimizer: whose state is moved beside the parameters.
         ranks_per_node: ranks that share a machine; sources are then sought there first. By default, all do.
         json: print one JSON object.
     """
     shape = resolve_model(model)
     before, after = all_of(lambda: read_layout(old), lambda: read_layout(new))
     layouts = (before, after)
-    change = change_of_model(shape, layouts, mode=mode, ranks_per_node=ranks_per_node)
+    change = change_of_model(shape, layouts, mode=mode, optimizer=optimizer, ranks_per_node=ranks_per_node)
     ranks = len(change.storage.old)
     if rank != ALL_RANKS and not 0 <= rank < ranks:
         raise MistakeError(f"--rank {rank}: ranks are 0 .. {ranks - 1}.")

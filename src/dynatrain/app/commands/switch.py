@@ -86,6 +86,7 @@ def _dry_run(folder: RunFolder, run: CheckedRun, new: Layout, mode: str, *, json
         (old, new),
         mode=mode,
         dtype="float64" if run.config.precision.compute == "fp64" else "float32",
+        optimizer=run.config.optimizer.name,
         budget_bytes=run.config.switching.budget_mib << 20,
     )
     whole, took = timed(planned.whole)
