@@ -31,6 +31,7 @@ from dynatrain.models.share import TokenShare
 from dynatrain.space.decoder import GPT2, DecoderShape
 from dynatrain.train.expert_parallel import Shared, deal_out, expert_plan, shard_experts
 from dynatrain.train.groups import context_group
+from dynatrain.train.head_copies import copy_heads
 from dynatrain.train.reduction import TreeReduceScatter, tree_all_reduce
 from dynatrain.train.step import shared_tokens
 from dynatrain.train.torch_private import share_shard
@@ -97,6 +98,8 @@ def _part(
         part.to(master_dtype(precision.compute))
     if layout.size("tp") > 1:
         parallelize_module(part, mesh["tp"], tensor_plan(part, layout))
+        if heads_are_copied(shape, layout):
+            copy_heads(part, mesh["tp"], _between(layout))
         part.tie()
     deal_out(part, layout, mesh["tp"])
     _shard(part, layout, mesh["fsdp"], precision)
@@ -116,7 +119,7 @@ def _attend(layout: Layout, share: TokenShare) -> Attend:
 
 def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
     """Megatron's column-then-row cut per block; with ``-sp`` norms and residuals hold a slice of the sequence."""
-    between = Shard(1) if layout.sp else Replicate()
+    between = _between(layout)
     plan: dict[str, ParallelStyle] = {}
     if part.embed_tokens is not None:
         plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
@@ -127,11 +130,11 @@ def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
         plan["lm_head"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
         if layout.sp:
             plan["norm"] = SequenceParallel()
+    heads = ("q_proj",) if heads_are_copied(part.shape, layout) else ("q_proj", "k_proj", "v_proj")
     for number, block in part.layers.items():
         at = f"layers.{number}"
-        plan |= (
-            _latent_plan(f"{at}.self_attn", between) if part.shape.latent else _heads_plan(f"{at}.self_attn", between)
-        )
+        attention = f"{at}.self_attn"
+        plan |= _latent_plan(attention, between) if part.shape.latent else _heads_plan(attention, between, heads)
         if isinstance(block.mlp, MixtureOfExperts):
             plan |= expert_plan(f"{at}.mlp", between, shared=block.mlp.shared_experts is not None)
         else:
@@ -148,10 +151,18 @@ def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
     return plan
 
 
-def _heads_plan(at: str, between: Placement) -> dict[str, ParallelStyle]:
-    plan: dict[str, ParallelStyle] = {
-        f"{at}.{name}": ColwiseParallel(input_layouts=between) for name in ("q_proj", "k_proj", "v_proj")
-    }
+def _between(layout: Layout) -> Placement:
+    """How the residual stream lies on the tp ranks between blocks."""
+    return Shard(1) if layout.sp else Replicate()
+
+
+def heads_are_copied(shape: DecoderShape, layout: Layout) -> bool:
+    """Whether tp ranks are more than key/value heads, and hold copies of them."""
+    return shape.latent is None and layout.size("tp") > shape.num_key_value_heads
+
+
+def _heads_plan(at: str, between: Placement, cut: tuple[str, ...]) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {f"{at}.{name}": ColwiseParallel(input_layouts=between) for name in cut}
     return plan | {f"{at}.o_proj": RowwiseParallel(output_layouts=between)}
 
 
