@@ -17,6 +17,7 @@ from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
 from dynatrain.data.order import batch_ids
 from dynatrain.data.samples import Samples
 from dynatrain.execute.transport import GroupTransport
+from dynatrain.layout.text import parse_layout
 from dynatrain.models.decoder import canonical_name
 from dynatrain.models.initial import initial_box, initial_rule
 from dynatrain.space.box import whole, within
@@ -183,7 +184,12 @@ def meeting(world):
 
 def switcher(job, world, layout, **more):
     """A ``Switcher`` of ``job``."""
-    given = {"state": {"schedule": job.scheduler}, "initial": job.initial, "names": canonical_name}
+    given = {
+        "state": {"schedule": job.scheduler},
+        "initial": job.initial,
+        "names": canonical_name,
+        "legal": parse_layout,
+    }
     return Switcher(job.build, layout=layout, **given | meeting(world) | more)
 
 

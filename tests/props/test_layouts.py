@@ -103,7 +103,7 @@ def built(layout, limits, world_size, num_microbatches, sequence):
         and all(even(size, tp) for size in cut)
         and (even(limits.num_kv_heads, tp) or len(copies) == tp)
         and (cp == 1 or even(sequence, 2 * cp))
-        and (not layout.sp or even(sequence // cp, tp))
+        and (not (layout.sp or limits.num_experts) or even(sequence // cp, tp))
         and (layout.cp_method != "ulysses" or even(len(heads), cp))
         and (dense or moe)
         and not frees

@@ -94,25 +94,6 @@ def test_who_does_not_ask_for_cp_or_experts_is_not_sent_there(text):
     assert not any(layout.size(axis) > 1 for layout in near for axis in ("cp", "ep", "etp"))
 
 
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("fsdp2.cp2", "cp2"),
-        ("fsdp4.ep2", "ep2"),
-        ("fsdp4.etp2", "etp2"),
-        ("tp8", "tp8 above 4 key/value heads"),
-    ],
-)
-def test_what_cannot_be_trained_in_yet_is_refused_by_name_where_it_matters(text, part):
-    layout = parse_layout(text)
-
-    assert problems(layout, EXPERTS) == ()
-    assert problems(layout, EXPERTS, to_train=True) == (f"{part} can be planned, but not trained in yet",)
-    near = nearest(layout, EXPERTS, world_size=layout.world_size, to_train=True)
-    assert near
-    assert not any(problems(other, EXPERTS, to_train=True) for other in near)
-
-
 def test_all_broken_rules_are_listed_at_once():
     found = problems(parse_layout("tp3"), TINY, world_size=4)
 

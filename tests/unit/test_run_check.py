@@ -54,10 +54,10 @@ def test_the_dropout_of_the_model_holds_unless_the_run_sets_one(tmp_path):
     ("flags", "named"),
     [
         (["--layout=tp3", "--world.size=4"], "nearest legal: tp4, dp2.tp2, fsdp2.tp2"),
-        (["--layout=tp8"], "layout: tp8 is not legal here"),
+        (["--layout=tp6"], "layout: tp6 is not legal here"),
         (["--layout=dp2x"], "layout: 'dp2x' is not a layout"),
         (["--layout=dp2", '--switch=[{step=3, layout="dp4"}]'], "switch.0.layout: dp4 is not legal here"),
-        (["--layout=dp2", '--switch=[{step=3, layout="cp2"}]'], "cp2 can be planned, but not trained in yet"),
+        (["--layout=dp2", '--switch=[{step=3, layout="fsdp2.ep2"}]'], "ep2 deals out experts, and the model has none"),
         (["--layout=pp4.dp4", "--batch.global_sequences=16"], "each needs at least 4"),
         (["--layout=tp2-sp", "--data.sequence=63"], "does not divide the sequence length (-sp), 63"),
         (["--batch.micro_sequences=3"], "3 does not divide batch.global_sequences = 16; nearest: 2 or 4"),
@@ -101,10 +101,10 @@ def test_a_model_without_room_for_bytes_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [experts_shape(MIXTRAL), latent_shape()], ids=["experts", "latent"])
-def test_experts_and_latents_are_trained_without_tp_so_far(shape, tmp_path):
+def test_experts_are_routed_by_tp_ranks_that_share_the_tokens_out(shape, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shape.to_config()))
-    given = [f"--model.config={tmp_path}", "--data.tokenizer=bytes", "--data.paths=['x.bin']", "--data.sequence=16"]
+    given = [f"--model.config={tmp_path}", "--data.tokenizer=bytes", "--data.paths=['x.bin']"]
 
-    assert checked(*given, "--layout=fsdp2").shape == shape
-    (problem,) = refusals(*given, "--layout=fsdp2.tp2")
-    assert problem.startswith("layout: tp2 does not cut experts and latent attention yet; nearest: fsdp2.tp2 with")
+    assert checked(*given, "--data.sequence=16", "--layout=fsdp2.tp2.ep2").shape == shape
+    (problem,) = refusals(*given, "--data.sequence=15", "--layout=fsdp2.tp2")
+    assert "tp2 does not divide the sequence length (of which each routes a share to experts), 15" in problem
