@@ -14,6 +14,9 @@ from torch.nn import functional
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.train.groups import heads_mesh
 
+SUMMED = (Shard(0), Partial())
+"""How the gradient of a head's weight lies over heads x copies: each copy has its own queries' share of a sum."""
+
 
 def copy_heads(part: DecoderPart, tp: DeviceMesh, between: Placement) -> None:
     """Give each rank its key/value head in every layer of ``part``, where there are fewer than tp ranks.
@@ -52,7 +55,6 @@ class _CopiedProjection(nn.Module):
         given = x if isinstance(x, DTensor) else DTensor.from_local(x, self._tp, [self._between], run_check=False)
         tokens = given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         weight, bias = (
-            None if value is None else value.to_local(grad_placements=[Shard(0), Partial()])
-            for value in (self.weight, self.bias)
+            None if value is None else value.to_local(grad_placements=SUMMED) for value in (self.weight, self.bias)
         )
         return functional.linear(tokens, weight, bias)
