@@ -15,7 +15,7 @@ from dynatrain.space.box import shape_of, volume
 from dynatrain.space.decoder import catalogue
 from dynatrain.space.ownership import declared
 from dynatrain.space.tensor import State
-from dynatrain.train.groups import GroupPool
+from dynatrain.train.groups import GroupPool, building
 from dynatrain.train.live import describe, entries, merge
 from dynatrain.train.torch_private import local_tensor
 
@@ -29,6 +29,10 @@ MORE = (
     "pp2.fsdp2.order_3_1_0_2",
     "dp2.tp2-sp.order_2_0_3_1",
     "pp2_3_1.tp2.order_1_3_0_2",
+    "pp2v2.fsdp2",
+    "pp2v2.tp2-sp.order_1_3_0_2",
+    "pp2-zb.fsdp2-z2",
+    "pp2v2-zbv.fsdp2-z1",
 )
 UNEVEN = replace(
     SHAPE,
@@ -45,6 +49,8 @@ SHAPES = {
     "gpt2, uneven, tied": replace(
         UNEVEN, family="gpt2", head_dim=15, tie_word_embeddings=True, max_position_embeddings=63
     ),
+    "fewer key/value heads than tp ranks": replace(UNEVEN, num_key_value_heads=2, qk_norm=True),
+    "one key/value head, uneven": replace(UNEVEN, num_key_value_heads=1, head_dim=6),
     "uneven in every row, untied": replace(
         UNEVEN, hidden_size=58, intermediate_size=250, num_attention_heads=2, num_key_value_heads=2, head_dim=6
     ),
@@ -53,6 +59,7 @@ CASES = {
     (name, text): (shape, parse_layout(text))
     for name, shape in SHAPES.items()
     for text in (TEN if name == "even, untied" else TEN + MORE)
+    if "tp" in text or shape.num_key_value_heads == shape.num_attention_heads or name == "even, untied"
     if not problems(parse_layout(text), shape.limits(), world_size=4)
 }
 
@@ -65,9 +72,9 @@ def read(world):
     found = {}
     for case, (shape, layout) in CASES.items():
         mesh = groups.mesh(layout, "cpu")
-        with torch.device("meta"):
-            part, _ = Case(tour=(), shape=shape).job().build(mesh, layout)
-        live = entries([part], canonical_name)
+        with building(groups, layout, "cpu"), torch.device("meta"):
+            parts, _ = Case(tour=(), shape=shape).job().build(mesh, layout)
+        live = entries(parts, canonical_name)
         states = {name: (State("param", "float64"),) for name in live}
         told = [None] * world.size
         dist.all_gather_object(told, describe(live, states, layout, world.rank))

@@ -28,6 +28,7 @@ from dynatrain.train.torch_private import (
     scheduled,
     set_buffer,
     shard_of,
+    share_shard,
     takes_means,
 )
 
@@ -245,3 +246,33 @@ def test_clear_dtensor_caches():
     assert everywhere(2, lambda world: reduce_twice(world, clear=True)) == [8.0, 8.0]
     for text in everywhere(2, lambda world: reduce_twice(world, clear=False)):
         assert "process group" in str(text)
+
+
+def test_share_shard():
+    """Two modules over one shard: each gathers it, the gradients of both add up, and an update is seen by both."""
+
+    def work(world):
+        mesh = init_device_mesh("cpu", (2,))
+        with torch.device("meta"):
+            one, other = (torch.nn.Sequential(torch.nn.Linear(3, 5, bias=False)) for _ in range(2))
+        for module in (one, other):
+            fully_shard([module[0]], mesh=mesh)
+            fully_shard(module, mesh=mesh)
+        share_shard(other, "0.weight", one[0].weight)
+        flat = torch.arange(9.0) + 9 * world.rank  # rank 1 has two rows of five, and the padding of a third
+        local = flat[: one[0].weight.to_local().numel()].view(-1, 3)
+        value = torch.nn.Parameter(shard_of(one[0].weight, local))
+        for module in (one, other):
+            adopt_padded(module, {"0.weight": flat})
+            module[0].load_state_dict({"weight": value}, assign=True)
+        given = torch.ones(1, 3)
+        for module, weight in ((one, 1.0), (other, 10.0)):
+            (module(given).sum() * weight).backward()
+        gradient = local_tensor(value.grad).clone()
+        with torch.no_grad():
+            local_tensor(value).add_(1)
+        seen = [module(given)[0].tolist() for module in (one, other)]
+        same = one[0].weight is other[0].weight is value and value.to_local().data_ptr() == flat.data_ptr()
+        return same, gradient.unique().tolist(), seen[0] == seen[1], seen[0][0], len(gradient)
+
+    assert everywhere(2, work) == [(True, [11.0], True, 6.0, 3), (True, [11.0], True, 6.0, 2)]

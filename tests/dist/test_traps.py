@@ -26,7 +26,7 @@ from dynatrain.models.decoder import canonical_name
 from dynatrain.models.names import strip_wrappers
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import State
-from dynatrain.train import adopt, attempt, groups, live, parallel, step, trainer
+from dynatrain.train import adopt, attempt, groups, live, parallel, pipeline, step, trainer
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.live import UnplacedTensorError, describe, entries
 from dynatrain.train.optimizer import OptimizerSettings
@@ -306,9 +306,14 @@ def test_pipelines_add_gradients_up_and_never_divide_them(monkeypatch):
     job = job_of()
     right = alone(job)
     assert apart(numbers(2, "pp2", job), right) < 1e-12
-    schedule = step.Schedule1F1B
-    monkeypatch.setattr(step, "Schedule1F1B", lambda *args, **given: schedule(*args, **given | {"scale_grads": True}))
-    assert apart(numbers(2, "pp2", job), right) > 0.01
+    for kinds, kind, layout in ((pipeline._ONE_STAGE, "1f1b", "pp2"), (pipeline._SEVERAL, "zb", "pp2-zb")):
+        schedule = functools.partial(_scaling, kinds[kind])
+        monkeypatch.setitem(kinds, kind, schedule)
+        assert apart(numbers(2, layout, job), right) > 0.01
+
+
+def _scaling(schedule, *args, **given):
+    return schedule(*args, **given | {"scale_grads": True})
 
 
 def test_tied_copies_stay_equal(monkeypatch):

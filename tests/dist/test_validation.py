@@ -14,8 +14,8 @@ from dynatrain.layout.text import print_layout
 from dynatrain.train.trainer import Trainer
 from dynatrain.train.validation import Validation
 
-SHAPE = small_shape(num_attention_heads=4, num_key_value_heads=2)
-CASE = Case(tour=("fsdp4", "pp2.tp2", "dp2.tp2-sp"), steps_each=3, shape=SHAPE)
+SHAPE = small_shape(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+CASE = Case(tour=("fsdp4", "pp2.tp2", "pp2v2-zbv.dp2", "dp2.tp2-sp"), steps_each=3, shape=SHAPE)
 HELD_OUT, TOKENS, BATCHES = 7, 32, 3
 """Held-out samples: a global batch of four, and three more."""
 
@@ -48,8 +48,9 @@ def train(world, every):
 
     def after_validation(result):
         assert not sw._course._settling  # no switch is between its move and its commit
-        assert all(module.training for module in sw.model.modules())
-        assert not sw.model._get_fsdp_state()._comm_ctx.post_forward_order  # or the next backward prefetches by it
+        for part in sw.world.parts:
+            assert all(module.training for module in part.modules())
+            assert not part._get_fsdp_state()._comm_ctx.post_forward_order  # or the next backward prefetches by it
         measured.append((result, print_layout(sw.layout), data.take()))
 
     validation = Validation(data=data, every=every, batches=BATCHES) if every else None

@@ -66,7 +66,7 @@ def models(draw):
 numbers = st.fixed_dictionaries(
     {
         "world_size": st.integers(1, 24),
-        "num_microbatches": st.sampled_from([1, 5, 16, 24]),
+        "num_microbatches": st.sampled_from([1, 5, 7, 16, 24]),
         "sequence": st.sampled_from([7, 12, 24, 24, 48]),
     }
 )
@@ -89,6 +89,9 @@ def built(layout, limits, world_size, num_microbatches, sequence):
     heads = deal(range(limits.num_heads), tp)[0]
     copies = [head for head in range(limits.num_kv_heads) for _ in range(tp // limits.num_kv_heads)]
     frees = layout.schedule != "" and layout.zero == 3 and layout.size("fsdp") * cp > 1
+    rounds = (
+        max(1, len(shares[0]) // pp) if layout.schedule == "zb" or (layout.chunks > 1 and not layout.schedule) else 1
+    )
     dense = layout.ep == layout.etp == 1
     moe = (
         limits.num_experts > 0
@@ -106,6 +109,7 @@ def built(layout, limits, world_size, num_microbatches, sequence):
         and not frees
         and filled
         and all(len(share) >= pp for share in shares)
+        and even(len(shares[0]), rounds)
     )
 
 

@@ -277,12 +277,6 @@ def test_a_rank_s_part_adds_up_to_its_row(monkeypatch, capsys):
     assert json.loads(text)["bytes"]["moved"] > 0
 
 
-def test_a_layout_that_no_run_trains_in_yet_is_explained_with_a_note(monkeypatch, capsys):
-    code, out, _ = call(monkeypatch, capsys, "layout", "pp2v2", "--model", "tiny")
-    assert code == 0
-    assert "It is legal for tiny.\nv2 can be planned, but not trained in yet\n" in out
-
-
 @pytest.mark.parametrize("name", ["sgd", "adafactor", "muon", "adamw8bit"])
 def test_plan_moves_the_state_of_the_optimizer_that_is_named(name, monkeypatch, capsys):
     code, out, _ = call(monkeypatch, capsys, "plan", "fsdp2", "tp2", "--model", "tiny", "--optimizer", name, "--judge")
@@ -290,12 +284,6 @@ def test_plan_moves_the_state_of_the_optimizer_that_is_named(name, monkeypatch, 
     kinds = out.split("every byte is written exactly once (")[1].split(")")[0].split(", ")
     tensors = catalogue(PRESETS["tiny"], optimizer=name)
     assert {kind.split()[0] for kind in kinds} == {state.name for tensor in tensors for state in tensor.states}
-
-
-def test_a_layout_that_can_be_planned_but_not_trained_is_planned_with_a_note(monkeypatch, capsys):
-    code, out, _ = call(monkeypatch, capsys, "plan", "tp4", "tp8", "--model", "tiny", "--rank", "0")
-    assert code == 0
-    assert "tp8 above 4 key/value heads can be planned, but not trained in yet" in out
 
 
 def test_a_rank_s_part_of_a_plan_of_1024_ranks_is_shown_and_the_whole_judged_in_5_s(tmp_path):

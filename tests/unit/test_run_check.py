@@ -54,7 +54,7 @@ def test_the_dropout_of_the_model_holds_unless_the_run_sets_one(tmp_path):
     ("flags", "named"),
     [
         (["--layout=tp3", "--world.size=4"], "nearest legal: tp4, dp2.tp2, fsdp2.tp2"),
-        (["--layout=tp8"], "layout: tp8 is not legal here"),
+        (["--layout=tp6"], "layout: tp6 is not legal here"),
         (["--layout=dp2x"], "layout: 'dp2x' is not a layout"),
         (["--layout=dp2", '--switch=[{step=3, layout="dp4"}]'], "switch.0.layout: dp4 is not legal here"),
         (["--layout=dp2", '--switch=[{step=3, layout="fsdp2.ep2"}]'], "ep2 deals out experts, and the model has none"),

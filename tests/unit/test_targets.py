@@ -7,9 +7,7 @@ from dynatrain.train.targets import whole_world
 
 @pytest.mark.parametrize("text", ["fsdp2.cp2", "fsdp4.ep2", "pp2v2.dp2", "pp2-zb.fsdp2-z2", "fsdp2.tp2.etp2"])
 def test_a_loop_is_not_sent_where_no_build_can_be_relied_on(text):
-    with pytest.raises(
-        LayoutError, match=r"can be planned, but not trained in yet|needs a build that knows it"
-    ) as caught:
+    with pytest.raises(LayoutError, match="needs a build that knows it") as caught:
         whole_world(4)(text)
 
     assert len(caught.value.nearest) == 3

@@ -9,7 +9,7 @@ from dynatrain.app.mistake import MistakeError, all_of
 from dynatrain.judge.judge import judge_whole
 from dynatrain.judge.verdict import Verdict
 from dynatrain.layout.layout import Layout
-from dynatrain.layout.legality import check, problems
+from dynatrain.layout.legality import check
 from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import print_layout
 from dynatrain.plan.build import Adoptable, rank_plan, whole_plan
@@ -168,9 +168,6 @@ def change_of_model(
 ) -> Change:
     """As :func:`change`, for a model whose parameters are of ``dtype``, with the state of one of our optimizers.
 
-    Published recipes copy key/value heads to more tp ranks than there are heads. Such a layout can be planned, though
-    not trained: :func:`untrainable` says so.
-
     Raises:
         MistakeError: a layout is not legal for the model; with everything that is wrong.
         PlanError: as in :func:`change`.
@@ -199,11 +196,4 @@ def change_of_record(record: PlanRecord) -> Change:
         round_bytes=record.round_bytes,
         ranks_per_node=record.ranks_per_node,
         adoptable=lambda index: record.tensors[index].adoptable,
-    )
-
-
-def untrainable(shape: DecoderShape, layouts: tuple[Layout, Layout]) -> tuple[str, ...]:
-    """Why layouts that can be planned cannot be trained in; empty where they can."""
-    return tuple(
-        dict.fromkeys(problem for layout in layouts for problem in problems(layout, shape.limits(), to_train=True))
     )

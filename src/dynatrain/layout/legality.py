@@ -7,7 +7,6 @@ from dynatrain.layout.form import LayoutError, form_problems
 from dynatrain.layout.layout import EXPERT_AXES, Layout
 from dynatrain.layout.nearest import ranked
 from dynatrain.layout.text import print_layout, short_layout
-from dynatrain.layout.untrained import untrained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +34,6 @@ def problems(
     world_size: int | None = None,
     num_microbatches: int | None = None,
     sequence: int | None = None,
-    to_train: bool = False,
 ) -> tuple[str, ...]:
     """Every rule that ``layout`` breaks, one sentence each; empty for a legal layout.
 
@@ -45,15 +43,12 @@ def problems(
         world_size: ranks there are; None where the world is free.
         num_microbatches: micro-batches of one global step, over all data ranks; None where the batch is free.
         sequence: tokens of one sequence; None where it is free.
-        to_train: also refuse what can be planned but not trained yet.
     """
     found = list(form_problems(layout))
     if any(size < 1 for _, size in layout.axes) or min(layout.ep, layout.etp, layout.chunks) < 1:
         return tuple(found)  # nothing can be divided by such an axis
     found += _tensor_problems(layout, limits, sequence) + _context_problems(layout, limits, sequence)
     found += _expert_problems(layout, limits) + _stage_problems(layout, limits.num_layers)
-    if to_train:
-        found += untrained(layout, limits.num_kv_heads)
     if world_size is not None and layout.world_size != world_size:
         factors = " x ".join(f"{name}{size}" for name, size in layout.axes) or "no axis"
         found.append(f"the layout has {layout.world_size} ranks ({factors}) but the world has {world_size}")
@@ -69,7 +64,6 @@ def check(
     world_size: int | None = None,
     num_microbatches: int | None = None,
     sequence: int | None = None,
-    to_train: bool = False,
 ) -> None:
     """Refuse an illegal layout, with all that is wrong and the nearest legal ones. Arguments as :func:`problems`.
 
@@ -80,7 +74,6 @@ def check(
         "world_size": world_size,
         "num_microbatches": num_microbatches,
         "sequence": sequence,
-        "to_train": to_train,
     }
     found = problems(layout, limits, **given)
     if found:
@@ -95,7 +88,6 @@ def nearest(
     world_size: int | None = None,
     num_microbatches: int | None = None,
     sequence: int | None = None,
-    to_train: bool = False,
     count: int = 3,
 ) -> tuple[Layout, ...]:
     """At most ``count`` legal layouts, nearest first: fewest changed axes, then least change of size, then by text.
@@ -106,7 +98,6 @@ def nearest(
         "world_size": world_size,
         "num_microbatches": num_microbatches,
         "sequence": sequence,
-        "to_train": to_train,
     }
     legal = (near for near in ranked(layout, world_size) if not problems(near, limits, **given))
     return tuple(near for near, _ in zip(legal, range(count), strict=False))
@@ -186,7 +177,26 @@ def _batch_problems(layout: Layout, num_microbatches: int) -> list[str]:
     # Shares differ by at most one, so the poorest data rank has the rounded-down share.
     ranks, stages = layout.data_ranks, layout.size("pp")
     if num_microbatches // ranks >= stages:
-        return []
+        return _round_problems(layout, num_microbatches)
     need = f"each needs at least {stages}, one per pipeline stage" if stages > 1 else "each needs at least one"
     short = f"{num_microbatches} micro-batches over {ranks} data ranks leave {num_microbatches // ranks} for some"
     return [f"{short}; {need}: {ranks * stages} in all"]
+
+
+def _round_problems(layout: Layout, num_microbatches: int) -> list[str]:
+    """Interleaved stages take their micro-batches in equal rounds, of as few as there are pp ranks, or a few more.
+
+    That is how torch's schedules turn from one chunk to the next (Megatron's, arXiv 2104.04473, section 2.2.2, asks for
+    a multiple of pp); one round of many would be GPipe. Where shares are uneven, fillers make them all the longest.
+    """
+    if layout.schedule == "zbv" or (layout.chunks == 1 and not layout.schedule):
+        return []
+    ranks, pp = layout.data_ranks, layout.size("pp")
+    share = -(-num_microbatches // ranks)
+    rounds = share // pp
+    if share % rounds == 0:
+        return []
+    near = " or ".join(str(size * pp * ranks) for size in (rounds, rounds + 1))
+    what = f"v{layout.chunks}" if layout.chunks > 1 else f"-{layout.schedule}"
+    taken = f"{what} takes the {share} micro-batches of a data rank in {rounds} rounds, of {pp} (pp) or a few more each"
+    return [f"{taken}; they do not divide evenly; nearest: {near} micro-batches in all"]

@@ -34,3 +34,8 @@ def stage_ranks(layout: Layout) -> tuple[int, ...]:
     if layout.schedule == "zbv":
         return tuple(min(stage, stages - 1 - stage) for stage in range(stages))
     return tuple(stage % pp for stage in range(stages))
+
+
+def held_stages(layout: Layout, pp: int) -> tuple[int, ...]:
+    """Numbers of the stages that the rank at index ``pp`` along pp holds, ascending."""
+    return tuple(stage for stage, rank in enumerate(stage_ranks(layout)) if rank == pp)

@@ -98,12 +98,12 @@ def _layout_problems(
     micro_batches, rest = divmod(config.batch.global_sequences, config.batch.micro_sequences)
     limits, batches, sequence = shape.limits(), None if rest else micro_batches, config.data.sequence
     try:
-        check(layout, limits, world_size=world_size, num_microbatches=batches, sequence=sequence, to_train=True)
+        check(layout, limits, world_size=world_size, num_microbatches=batches, sequence=sequence)
     except LayoutError as error:
         if error.nearest or config.world.size:
             return [f"{key}: {error}"]
         # No layout of that size is legal, but nothing asks for that size.
-        near = nearest(layout, limits, num_microbatches=batches, sequence=sequence, to_train=True)
+        near = nearest(layout, limits, num_microbatches=batches, sequence=sequence)
         said = LayoutError(f"{short_layout(layout)} is not legal here", error.problems, tuple(map(print_layout, near)))
         return [f"{key}: {said}"]
     return []

@@ -19,8 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dynatrain.layout.layout import EXPERT_MESH_AXES, MESH_AXES, Layout
+from dynatrain.layout.layout import EXPERT_MESH_AXES, MESH_AXES, Digit, Layout
 from dynatrain.train.torch_private import clear_dtensor_caches, named_group
+
+COPIES = "copies"
+"""Mesh axis of the ranks that hold copies of one part; no axis of a layout."""
 
 _POLL = (0.0005, 0.01)  # seconds between two looks: at first, at most
 
@@ -153,24 +156,29 @@ class GroupPool:
         self._meshes.clear()
 
     def mesh(self, layout: Layout, device_type: str, axes: tuple[str, ...] = MESH_AXES) -> DeviceMesh:
-        """A device mesh of ``layout``, from pooled groups: that of parameters, or of experts.
+        """A device mesh of ``layout``, from pooled groups: that of parameters, of experts, or of copied heads.
 
         Args:
             layout: of all ranks.
             device_type: ``cpu`` or ``cuda``.
             axes: :data:`MESH_AXES`, where ``fsdp`` is fsdp x cp (both shard parameters as one), or
-                :data:`EXPERT_MESH_AXES`.
+                :data:`EXPERT_MESH_AXES`, or the former with two axes in place of tp: ``tp8``, which has 8 parts, and
+                :data:`COPIES`, the ranks of one part.
         """
         ranks = rank_grid(layout)
-        shape = tuple(layout.ways(axis) for axis in axes)
+        digits = [(1, layout.digit(axes[-2])[0]) if axis == COPIES else layout.digit(axis) for axis in axes]
+        shape = tuple(ways for _, ways in digits)
         key = (axes, *shape, *ranks)
         if self._base is not None and (found := self._base._meshes.get(key)) is not None:  # noqa: SLF001
             return found
         if key not in self._meshes:
             grid = torch.tensor(ranks, dtype=torch.int).view(shape)
+            purposes = [
+                "mesh" if axis in MESH_AXES else "experts" if axis in EXPERT_MESH_AXES else "heads" for axis in axes
+            ]
             mine = [
-                self.get("mesh" if axis in MESH_AXES else "experts", axis_members(layout, axis, self.rank))
-                for axis in axes
+                self.get(purpose, _members(layout, digit, self.rank))
+                for purpose, digit in zip(purposes, digits, strict=True)
             ]
             self._meshes[key] = DeviceMesh.from_group(mine, device_type, mesh=grid, mesh_dim_names=axes)
         return self._meshes[key]
@@ -205,7 +213,7 @@ _BUILDING: ContextVar[tuple[GroupPool, Layout, str]] = ContextVar("building")
 
 @contextmanager
 def building(pool: GroupPool, layout: Layout, device_type: str) -> Iterator[None]:
-    """Inside it :func:`context_group` and :func:`expert_mesh` are those of ``layout``, out of ``pool``."""
+    """Inside it what build asks of this module below is that of ``layout``, out of ``pool``."""
     token = _BUILDING.set((pool, layout, device_type))
     try:
         yield
@@ -226,6 +234,17 @@ def expert_mesh() -> DeviceMesh:
         return pool.mesh(layout, device_type, EXPERT_MESH_AXES)
 
 
+def heads_mesh(num_heads: int) -> DeviceMesh:
+    """This rank's mesh of tp ranks as heads x copies, axes ``tp{num_heads}`` and :data:`COPIES`.
+
+    To be called in ``build``, by all ranks, where heads are fewer than tp ranks.
+    """
+    pool, layout, device_type = _BUILDING.get()
+    heads = f"tp{num_heads}"
+    with torch.device("cpu"):  # a build on meta is under way
+        return pool.mesh(layout, device_type, (*MESH_AXES[:-1], heads, COPIES))[heads, COPIES]
+
+
 def rank_grid(layout: Layout) -> list[int]:
     """Ranks in row-major order over ``MESH_AXES``."""
     return [layout.rank_of(number) for number in range(layout.world_size)]
@@ -239,6 +258,11 @@ def axis_members(layout: Layout, axis: str, rank: int) -> list[int]:
         axis: as :meth:`~dynatrain.layout.layout.Layout.digit` takes it: ``fsdp`` is fsdp x cp.
         rank: one of the members.
     """
-    stride, ways = layout.digit(axis)
-    first = layout.number(rank) - layout.index(axis, rank) * stride
+    return _members(layout, layout.digit(axis), rank)
+
+
+def _members(layout: Layout, digit: Digit, rank: int) -> list[int]:
+    stride, ways = digit
+    number = layout.number(rank)
+    first = number - number // stride % ways * stride
     return [layout.rank_of(first + i * stride) for i in range(ways)]

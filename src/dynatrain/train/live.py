@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dynatrain.layout.layout import Layout
+from dynatrain.layout.layout import Layout, name_of
 from dynatrain.models.names import NameRule
 from dynatrain.space.box import Box, shape_of, volume
 from dynatrain.space.ownership import Ownership, Placement
@@ -90,22 +90,25 @@ def _tensors(part: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
 def cuts_of(value: torch.Tensor) -> tuple[tuple[str, int], ...]:
     """``(axis, dim)`` of the axes that shard ``value``, in cutting order; axes of size 1 are left out.
 
+    A mesh axis is called what :meth:`~dynatrain.layout.layout.Layout.digit` calls it: ``tp2`` has two parts of the tp
+    ranks; whatever axis counts the ranks of one part does not shard.
+
     Raises:
         UnplacedTensorError: an axis without a name of ours, or a pending sum.
     """
     if not isinstance(value, DTensor):
         return ()
-    sharded: dict[str, int] = {}
+    sharded: dict[str, tuple[str, int]] = {}
     mesh = value.device_mesh
     for axis, placement in zip(mesh.mesh_dim_names or (), value.placements, strict=True):
         if placement.is_partial():
             raise UnplacedTensorError(f"its value is a pending sum over axis {axis}")
         if mesh.size(mesh.mesh_dim_names.index(axis)) == 1 or placement.is_replicate():
             continue
-        if axis not in CUT_ORDER:
+        if name_of(axis) not in CUT_ORDER:
             raise UnplacedTensorError(f"axis {axis} shards it; only {', '.join(CUT_ORDER)} may")
-        sharded[axis] = placement.dim  # also of _StridedShard, which is not a Shard
-    return tuple((axis, sharded[axis]) for axis in CUT_ORDER if axis in sharded)
+        sharded[name_of(axis)] = axis, placement.dim  # also of _StridedShard, which is not a Shard
+    return tuple(sharded[name] for name in CUT_ORDER if name in sharded)
 
 
 def describe(

@@ -17,6 +17,7 @@ from dynatrain.train.optimizers.adamw8bit import AdamW8bit
 from dynatrain.train.optimizers.muon import Muon
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.torch_private import local_tensor
+from dynatrain.train.world import as_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,12 +68,13 @@ def lr_factor(settings: OptimizerSettings) -> Callable[[int], float]:
     return factor
 
 
-def optimizer_of(part: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """The optimizer that ``settings`` name, with the groups ``decay`` (matrices) and ``no_decay`` (vectors).
+def optimizer_of(model: nn.Module | Sequence[nn.Module], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """The optimizer that ``settings`` name over one part or several; its groups are matrices that decay, and vectors.
 
-    Muon's is two: Muon over the hidden matrices, AdamW over the rest in those groups.
+    Muon's is two: Muon over the hidden matrices, AdamW over the rest in the groups ``decay`` and ``no_decay``.
     """
-    params = [(canonical_name(part, path), param) for path, param in part.named_parameters() if param.requires_grad]
+    named = {param: canonical_name(part, path) for part in as_parts(model) for path, param in part.named_parameters()}
+    params = [(name, param) for param, name in named.items() if param.requires_grad]
     if settings.name != "muon":
         return _MAKE[settings.name](_groups([param for _, param in params], settings), settings)
     hidden = [param for name, param in params if is_hidden_matrix(name, tuple(param.shape))]

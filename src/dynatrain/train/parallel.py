@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dynatrain.layout.layout import Layout
-from dynatrain.layout.stages import stage_ranges
+from dynatrain.layout.stages import held_stages, stage_ranges
 from dynatrain.models.attend import Attend, attend_whole
 from dynatrain.models.context import attend_over
 from dynatrain.models.decoder import DecoderPart
@@ -31,8 +31,10 @@ from dynatrain.models.share import TokenShare
 from dynatrain.space.decoder import GPT2, DecoderShape
 from dynatrain.train.expert_parallel import Shared, deal_out, expert_plan, shard_experts
 from dynatrain.train.groups import context_group
+from dynatrain.train.head_copies import copy_heads
 from dynatrain.train.reduction import TreeReduceScatter, tree_all_reduce
 from dynatrain.train.step import shared_tokens
+from dynatrain.train.torch_private import share_shard
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 """Dtype of activations and gathered weights. bf16 keeps fp32 masters (the shards); fp64 holds everything in fp64."""
@@ -56,10 +58,12 @@ class Precision:
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def build_part(
+def build_parts(
     shape: DecoderShape, layout: Layout, mesh: DeviceMesh, *, seed: int, precision: Precision
-) -> DecoderPart:
-    """This rank's part of the decoder under ``layout``: on meta, cut by tp, wrapped by fsdp, reducing in the tree.
+) -> list[DecoderPart]:
+    """This rank's parts of the decoder under ``layout``: on meta, cut by tp, wrapped by fsdp, reducing in the tree.
+
+    There is one for each of the rank's stages, first stage first; they share one ``KeyedStream``.
 
     Args:
         shape: the model.
@@ -68,17 +72,34 @@ def build_part(
         seed: of the keyed streams (dropout).
         precision: of parameters and compute.
     """
-    stage = mesh.get_local_rank("pp")
-    layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
     streams = KeyedStream(seed=seed, share=token_share(layout, mesh))
+    stages = held_stages(layout, mesh.get_local_rank("pp"))
+    parts = [_part(shape, layout, mesh, stage, streams, precision) for stage in stages]
+    first, last = parts[0], parts[-1]
+    if shape.tie_word_embeddings and None not in {first.embed_tokens, last.lm_head} and first is not last:
+        # Both ends of a V: two modules, each gathered and reduced with its part, over one shard.
+        share_shard(last, "lm_head.weight", first.embed_tokens.weight)
+    return parts
+
+
+def _part(
+    shape: DecoderShape, layout: Layout, mesh: DeviceMesh, stage: int, streams: KeyedStream, precision: Precision
+) -> DecoderPart:
+    layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
     with torch.device("meta"):
-        first, last = stage == 0, stage == layout.size("pp") - 1
         part = DecoderPart(
-            shape, layers, first=first, last=last, streams=streams, attend=_attend(layout, streams.share)
+            shape,
+            layers,
+            first=stage == 0,
+            last=stage == layout.num_stages - 1,
+            streams=streams,
+            attend=_attend(layout, streams.share),
         )
         part.to(master_dtype(precision.compute))
     if layout.size("tp") > 1:
         parallelize_module(part, mesh["tp"], tensor_plan(part, layout))
+        if heads_are_copied(shape, layout):
+            copy_heads(part, mesh["tp"], _between(layout))
         part.tie()
     deal_out(part, layout, mesh["tp"])
     _shard(part, layout, mesh["fsdp"], precision)
@@ -98,7 +119,7 @@ def _attend(layout: Layout, share: TokenShare) -> Attend:
 
 def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
     """Megatron's column-then-row cut per block; with ``-sp`` norms and residuals hold a slice of the sequence."""
-    between = Shard(1) if layout.sp else Replicate()
+    between = _between(layout)
     plan: dict[str, ParallelStyle] = {}
     if part.embed_tokens is not None:
         plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
@@ -109,11 +130,11 @@ def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
         plan["lm_head"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
         if layout.sp:
             plan["norm"] = SequenceParallel()
+    heads = ("q_proj",) if heads_are_copied(part.shape, layout) else ("q_proj", "k_proj", "v_proj")
     for number, block in part.layers.items():
         at = f"layers.{number}"
-        plan |= (
-            _latent_plan(f"{at}.self_attn", between) if part.shape.latent else _heads_plan(f"{at}.self_attn", between)
-        )
+        attention = f"{at}.self_attn"
+        plan |= _latent_plan(attention, between) if part.shape.latent else _heads_plan(attention, between, heads)
         if isinstance(block.mlp, MixtureOfExperts):
             plan |= expert_plan(f"{at}.mlp", between, shared=block.mlp.shared_experts is not None)
         else:
@@ -130,10 +151,18 @@ def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
     return plan
 
 
-def _heads_plan(at: str, between: Placement) -> dict[str, ParallelStyle]:
-    plan: dict[str, ParallelStyle] = {
-        f"{at}.{name}": ColwiseParallel(input_layouts=between) for name in ("q_proj", "k_proj", "v_proj")
-    }
+def _between(layout: Layout) -> Placement:
+    """How the residual stream lies on the tp ranks between blocks."""
+    return Shard(1) if layout.sp else Replicate()
+
+
+def heads_are_copied(shape: DecoderShape, layout: Layout) -> bool:
+    """Whether tp ranks are more than key/value heads, and hold copies of them."""
+    return shape.latent is None and layout.size("tp") > shape.num_key_value_heads
+
+
+def _heads_plan(at: str, between: Placement, cut: tuple[str, ...]) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {f"{at}.{name}": ColwiseParallel(input_layouts=between) for name in cut}
     return plan | {f"{at}.o_proj": RowwiseParallel(output_layouts=between)}
 
 
@@ -149,7 +178,8 @@ def _latent_plan(at: str, between: Placement) -> dict[str, ParallelStyle]:
 
 
 def _shard(part: DecoderPart, layout: Layout, mesh: DeviceMesh, precision: Precision) -> None:
-    gathered_between = layout.zero == 3
+    # A zero-bubble backward looks for the gathered weights twice; also on one fsdp rank they are gone after a forward.
+    freed_between = layout.zero == 3 and not layout.schedule
     tied_here = (
         part.embed_tokens is not None and part.lm_head is not None and (part.lm_head.weight is part.embed_tokens.weight)
     )
@@ -160,7 +190,7 @@ def _shard(part: DecoderPart, layout: Layout, mesh: DeviceMesh, precision: Preci
             units.insert(0, [part.embed_tokens, *positions])
         if part.lm_head is not None:
             units.append([part.norm, part.lm_head])
-    options = {"mp_policy": precision.policy(), "reshard_after_forward": gathered_between}
+    options = {"mp_policy": precision.policy(), "reshard_after_forward": freed_between}
     shard_experts(part, layout, **options)
     for unit in units:
         fully_shard(unit, mesh=mesh, **options)

@@ -241,6 +241,5 @@ def legal_layout(checked: CheckedRun, text: str, world_size: int) -> Layout:
         world_size=world_size,
         num_microbatches=checked.num_microbatches,
         sequence=checked.config.data.sequence,
-        to_train=True,
     )
     return resolve(layout, checked.shape.num_hidden_layers)

@@ -7,19 +7,19 @@ in the same collectives.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from dynatrain.data.order import micro_shares
 from dynatrain.layout.layout import Coordinates, Layout
 from dynatrain.models.share import TokenShare
 from dynatrain.train.live import reshard
+from dynatrain.train.pipeline import Pipeline
 from dynatrain.train.reduction import MicroBatchCounter
 
 IGNORED = -100
@@ -54,6 +54,15 @@ def told(batches: Sequence[MicroBatch]) -> dict[str, torch.Tensor]:
     found = {"samples": torch.cat([batch.samples for batch in batches])}
     documents = [batch.documents for batch in batches if batch.documents is not None]
     return found | ({"documents": torch.cat(documents)} if documents else {})
+
+
+def together(batches: Sequence[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Inputs, targets and what is told of micro-batches, one behind the other: arguments of ``Pipeline.run``."""
+    return (
+        torch.cat([batch.inputs for batch in batches]),
+        torch.cat([batch.targets for batch in batches]),
+        told(batches),
+    )
 
 
 class Data(Protocol):
@@ -130,30 +139,11 @@ def my_indices(num_micro_batches: int, data_ranks: int, data_rank: int) -> list[
     return [*mine, *[-1] * (len(shares[0]) - len(mine))]
 
 
-class _Stage(PipelineStage):
-    """A stage of a decoder, whose routers count real micro-batches alone.
-
-    Before the first of them torch runs the part forward and backward, on numbers of its own, to learn shapes.
-    """
-
-    def __init__(self, part: nn.Module, *args: Any, **options: Any) -> None:
-        super().__init__(part, *args, **options)
-        self._streams = part.streams
-        self._streams.counting = False
-
-    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        self._streams.counting = True
-        try:
-            return super().forward_one_chunk(*args, **options)
-        finally:
-            self._streams.counting = False
-
-
 class StepRunner:
     """Forward and backward of one rank's micro-batches.
 
     Args:
-        part: this rank's part of the model, as ``build_part`` made it.
+        parts: this rank's parts of the model, as ``build_parts`` made them.
         layout: its layout.
         mesh: its mesh.
         num_micro_batches: of the global batch.
@@ -161,23 +151,17 @@ class StepRunner:
     """
 
     def __init__(
-        self, part: nn.Module, layout: Layout, mesh: DeviceMesh, *, num_micro_batches: int, schedule: str
+        self, parts: Sequence[nn.Module], layout: Layout, mesh: DeviceMesh, *, num_micro_batches: int, schedule: str
     ) -> None:
-        self.part = part
+        self.parts = parts
         self.layout = layout
         self.num_micro_batches = num_micro_batches
-        self._stage = mesh.get_local_rank("pp")
-        self._last = self._stage == layout.size("pp") - 1
         self._global_tokens = 1
-        self._params = [param for param in part.parameters() if param.requires_grad]
-        self._schedule = None
+        self._params = [param for part in parts for param in part.parameters() if param.requires_grad]
+        self._pipeline = None
         if layout.size("pp") > 1:
-            device = torch.device(mesh.device_type)
-            stage = _Stage(part, self._stage, layout.size("pp"), device, group=mesh.get_group("pp"))
-            kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[schedule]
-            # Gradients are summed, not averaged: the loss of each micro-batch is already over the global tokens.
             share = -(-num_micro_batches // layout.data_ranks)
-            self._schedule = kind(stage, share, loss_fn=self._loss, scale_grads=False)
+            self._pipeline = Pipeline(parts, layout, mesh, micro_batches=share, loss=self._loss, schedule=schedule)
 
     def run(self, batches: Sequence[MicroBatch], global_tokens: int) -> torch.Tensor:
         """Leave the step's gradient in every parameter's ``.grad``, reduced over dp and fsdp.
@@ -191,13 +175,14 @@ class StepRunner:
             zeros elsewhere and on stages without a loss.
         """
         self._global_tokens = global_tokens
-        losses = self._pipelined(batches) if self._schedule is not None else self._accumulated(batches)
+        losses = self._pipelined(self._pipeline, batches) if self._pipeline is not None else self._accumulated(batches)
         found = torch.zeros(self.num_micro_batches, dtype=torch.float64)
         for batch, loss in zip(batches, losses, strict=False):
             if batch.index >= 0:
                 found[batch.index] = loss.detach()
         if self.layout.zero == 1:
-            reshard(self.part)
+            for part in self.parts:
+                reshard(part)
         return found
 
     def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -206,12 +191,13 @@ class StepRunner:
         return total / self._global_tokens
 
     def _accumulated(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        (part,) = self.parts
         losses = []
         counter = MicroBatchCounter(self._params)
         reduce_each = self.layout.zero > 1
         for place, batch in enumerate(batches):
-            self.part.set_requires_gradient_sync(reduce_each or place == len(batches) - 1)
-            loss = self._loss(self.part(batch.inputs, **told([batch])), batch.targets)
+            part.set_requires_gradient_sync(reduce_each or place == len(batches) - 1)
+            loss = self._loss(part(batch.inputs, **told([batch])), batch.targets)
             loss.backward()
             losses.append(loss)
             if reduce_each:
@@ -220,13 +206,6 @@ class StepRunner:
             counter.finish()
         return losses
 
-    def _pipelined(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        losses: list[torch.Tensor] = []
-        beside = told(batches)
-        args = (torch.cat([batch.inputs for batch in batches]),) if self._stage == 0 else ()
-        if self._last:
-            targets = torch.cat([batch.targets for batch in batches])
-            self._schedule.step(*args, target=targets, losses=losses, **beside, return_outputs=False)
-        else:
-            self._schedule.step(*args, **beside, return_outputs=False)
-        return losses
+    @staticmethod
+    def _pipelined(pipeline: Pipeline, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        return pipeline.run(*together(batches))

@@ -10,7 +10,6 @@ from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import EXPERT_AXES, Layout
 from dynatrain.layout.nearest import ranked
 from dynatrain.layout.text import parse_layout, print_layout, short_layout
-from dynatrain.layout.untrained import untrained
 from dynatrain.train.torch_private import takes_means
 from dynatrain.train.world import World
 
@@ -29,6 +28,8 @@ _WAYS_OUT = (
 def _unknown(layout: Layout) -> list[str]:
     """What a build must know of, so that it is taken for granted of none."""
     parts = [f"{axis}{layout.size(axis)}" for axis in ("cp", *EXPERT_AXES) if layout.size(axis) > 1]
+    parts += [f"v{layout.chunks}"] if layout.chunks > 1 else []
+    parts += [f"-{layout.schedule}"] if layout.schedule else []
     return [
         f"{part} needs a build that knows it: say so by reading layouts yourself, Switcher(legal=...)" for part in parts
     ]
@@ -39,11 +40,11 @@ def whole_world(world_size: int) -> Read:
 
     def read(text: str) -> Layout:
         layout = parse_layout(text)
-        problems = untrained(layout) + _unknown(layout)
+        problems = _unknown(layout)
         if layout.world_size != world_size:
             problems.append(f"it is a layout of {layout.world_size} ranks, the world has {world_size}")
         if problems:
-            able = (other for other in ranked(layout, world_size) if not untrained(other) + _unknown(other))
+            able = (other for other in ranked(layout, world_size) if not _unknown(other))
             near = tuple(print_layout(other) for other in itertools.islice(able, 3))
             raise LayoutError(f"{text} cannot be used here", tuple(problems), near)
         return layout

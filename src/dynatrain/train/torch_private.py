@@ -164,6 +164,23 @@ def adopt_padded(module: nn.Module, flat: dict[str, torch.Tensor]) -> None:
             by_id[id(param)]._sharded_param_data = flat[name]  # noqa: SLF001
 
 
+def share_shard(module: nn.Module, path: str, param: nn.Parameter) -> None:
+    """Put ``param``, sharded by FSDP2 in another module, in the place of the parameter at ``path``, sharded alike.
+
+    Both modules then gather from its storage, each for itself, and both add their gradients into its ``.grad``.
+
+    Args:
+        module: freshly built, before its first forward.
+        path: of the parameter that falls away.
+        param: of the same shape on the same mesh.
+    """
+    old = module.get_parameter(path)
+    state = next(state for state in _fsdp_params(module) if state.sharded_param is old)
+    owner, _, leaf = path.rpartition(".")
+    module.get_submodule(owner).register_parameter(leaf, param)
+    state.sharded_param = param
+
+
 def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
     """Put ``value`` itself in the place of a buffer: persistent or not, and on meta or not, it stays what it was."""
     module._buffers[name] = value  # noqa: SLF001

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -21,7 +22,7 @@ from dynatrain.space.decoder import DecoderShape
 from dynatrain.train.adopt import adopt
 from dynatrain.train.live import box_of, cuts_of
 from dynatrain.train.optimizer import Counted, OptimizerSettings, clip, lr_factor, optimizer_of, step_totals
-from dynatrain.train.parallel import Precision, build_part
+from dynatrain.train.parallel import Precision, build_parts
 from dynatrain.train.step import Data, MicroBatch, Sharing, StepRunner
 from dynatrain.train.switcher import Switcher
 from dynatrain.train.torch_private import local_tensor
@@ -61,10 +62,10 @@ class Job:
         """How a step's samples are cut into micro-batches."""
         return Sharing(global_sequences=self.global_sequences, micro_sequences=self.micro_sequences)
 
-    def build(self, mesh: DeviceMesh, layout: Layout) -> tuple[DecoderPart, torch.optim.Optimizer]:
+    def build(self, mesh: DeviceMesh, layout: Layout) -> tuple[list[DecoderPart], torch.optim.Optimizer]:
         """The ``Switcher``'s build."""
-        part = build_part(self.shape, layout, mesh, seed=self.seed, precision=self.precision)
-        return part, optimizer_of(part, self.optimizer)
+        parts = build_parts(self.shape, layout, mesh, seed=self.seed, precision=self.precision)
+        return parts, optimizer_of(parts, self.optimizer)
 
     def initial(self, world: World, memory: Pool) -> None:
         """Fill a first world: each box is generated alone, as a function of (seed, name, global index)."""
@@ -164,7 +165,7 @@ class Trainer:
         seconds = time.perf_counter() - began
         if self.switcher.doomed:
             return  # it comes again
-        balance(bound.part, bound.over_data_ranks, BALANCE_RATE)
+        balance(nn.ModuleList(bound.parts), bound.over_data_ranks, BALANCE_RATE)
         self._after_step(
             StepResult(step=step, loss=loss, grad_norm=norm, lr=rate, tokens=tokens, seconds=seconds, ids=ids)
         )
@@ -181,14 +182,14 @@ class _Bound:
         self.job = job
         self.world = world
         self.layout = world.layout
-        self.part: Any = world.parts[0]
+        self.parts: list[Any] = world.parts
         self.rank = dist.get_rank()
         self.at = self.layout.coordinates(self.rank)
         self.runner = StepRunner(
-            self.part, self.layout, world.mesh, num_micro_batches=job.num_micro_batches, schedule=job.schedule
+            self.parts, self.layout, world.mesh, num_micro_batches=job.num_micro_batches, schedule=job.schedule
         )
         self.validator = (
-            Validator(validation, job.seed, self.part, self.layout, world.mesh, job.sharing) if validation else None
+            Validator(validation, job.seed, self.parts, self.layout, world.mesh, job.sharing) if validation else None
         )
         self.params = [entry.value for entry in world.found.values()]
         self._counted, self._slots = self._count(exact=job.optimizer.exact_norm)
@@ -216,8 +217,8 @@ class _Bound:
 
     def forward_backward(self, step: int, batches: list[MicroBatch], tokens: int) -> tuple[float, float]:
         """Gradients into ``.grad``; the step's loss and global norm, equal on all ranks."""
-        self.part.streams.step = step
-        self.part.streams.token_weight = 1 / tokens
+        streams = self.parts[0].streams  # one for all parts of a rank
+        streams.step, streams.token_weight = step, 1 / tokens
         losses = self.runner.run(batches, tokens)
         if self.at.tp != 0:
             losses.zero_()  # tp ranks share the micro-batches of their data rank: one of them tells

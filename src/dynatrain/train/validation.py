@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from dynatrain.data.order import batch_ids
 from dynatrain.layout.layout import Layout
 from dynatrain.models.decoder import DecoderPart
-from dynatrain.train.step import IGNORED, Data, MicroBatch, Sharing, told
+from dynatrain.train.pipeline import Pipeline
+from dynatrain.train.step import IGNORED, Data, MicroBatch, Sharing, together, told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,30 +76,33 @@ class Validator:
     Args:
         validation: on what.
         seed: of the run.
-        part: this rank's part of the model.
+        parts: this rank's parts of the model.
         layout: its layout.
         mesh: its mesh.
         sharing: how a global batch is cut into micro-batches.
     """
 
     def __init__(
-        self, validation: Validation, seed: int, part: DecoderPart, layout: Layout, mesh: DeviceMesh, sharing: Sharing
+        self,
+        validation: Validation,
+        seed: int,
+        parts: Sequence[DecoderPart],
+        layout: Layout,
+        mesh: DeviceMesh,
+        sharing: Sharing,
     ) -> None:
         self._data = validation.data
         self._ids = validation.ids(seed, sharing.global_sequences)
         self._sharing = sharing
-        self._part = part
+        self._parts = parts
         self._layout = layout
         self._device = mesh.device_type
         self._at = layout.coordinates(dist.get_rank())
-        self._schedule = None
+        self._pipeline = None
         if layout.size("pp") > 1:
-            # A stage of its own: the one that trains would prepare its buffers anew at each change of mode.
-            stage = PipelineStage(
-                part, self._at.pp, layout.size("pp"), torch.device(self._device), group=mesh.get_group("pp")
-            )
+            # Stages of its own: those that train would prepare their buffers anew at each change of mode.
             share = -(-sharing.num_micro_batches // layout.data_ranks)
-            self._schedule = ScheduleGPipe(stage, share, loss_fn=_total, scale_grads=False)
+            self._pipeline = Pipeline(parts, layout, mesh, micro_batches=share, loss=_total, schedule="gpipe")
 
     def run(self, step: int) -> ValidationResult:
         """Validate after ``step``. All ranks call it."""
@@ -107,16 +110,18 @@ class Validator:
         size, per_batch = self._sharing.global_sequences, self._sharing.num_micro_batches
         slots = torch.zeros(-(-len(self._ids) // size), per_batch, dtype=torch.float64)
         tokens = 0
-        self._part.eval()
+        for part in self._parts:
+            part.eval()
         with torch.no_grad():
             for number, row in enumerate(slots):
                 ids = self._ids[number * size : (number + 1) * size]
                 batches, targets = self._sharing.micro_batches(self._data, ids, self._layout, self._at, self._device)
                 self._fill(row, batches)
                 tokens += targets
-        self._part.train()
-        # Drops gathered parameters, and the order of forwards by which the next backward would prefetch.
-        self._part.reset_iter_state()
+        for part in self._parts:
+            part.train()
+            # Drops gathered parameters, and the order of forwards by which the next backward would prefetch.
+            part.reset_iter_state()
         if self._at.tp != 0:
             slots.zero_()  # tp ranks share the micro-batches of their data rank: one of them tells
         dist.all_reduce(slots)
@@ -135,14 +140,10 @@ class Validator:
                 row[batch.index] = loss
 
     def _losses(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        if self._schedule is None:
-            return [_total(self._part(batch.inputs, **told([batch])), batch.targets) for batch in batches]
-        losses: list[torch.Tensor] = []
-        stages = self._layout.size("pp")
-        args = (torch.cat([batch.inputs for batch in batches]),) if self._at.pp == 0 else ()
-        target = torch.cat([batch.targets for batch in batches]) if self._at.pp == stages - 1 else None
-        self._schedule.eval(*args, target=target, losses=losses, **told(batches), return_outputs=False)
-        return losses
+        if self._pipeline is not None:
+            return self._pipeline.run(*together(batches), backward=False)
+        (part,) = self._parts
+        return [_total(part(batch.inputs, **told([batch])), batch.targets) for batch in batches]
 
 
 def _total(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -72,9 +72,7 @@ def bench(
         )
     cases = ((old, to),) if old else CASES
     layouts = all_of(*(lambda text=text: read_layout(text) for case in cases for text in case))
-    all_of(
-        *(lambda layout=layout: check(layout, shape.limits(), world_size=ranks, to_train=True) for layout in layouts)
-    )
+    all_of(*(lambda layout=layout: check(layout, shape.limits(), world_size=ranks) for layout in layouts))
     from dynatrain.train.bench import run_bench  # noqa: PLC0415 - torch, which a mistake need not wait for
 
     # Its checkpoints lie in memory: whoever ends the bench gets that memory back.

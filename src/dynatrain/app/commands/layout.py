@@ -10,7 +10,7 @@ from dynatrain.app.output import emit, say
 from dynatrain.layout.explain import describe, difference
 from dynatrain.layout.foreign import read_layout
 from dynatrain.layout.layout import Layout
-from dynatrain.layout.legality import check, problems
+from dynatrain.layout.legality import check
 from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import print_layout
 from dynatrain.space.presets import resolve_model
@@ -50,7 +50,6 @@ def layout(texts: Texts, /, *, model: str = "", json: bool = False) -> int:
         say(*difference(*layouts))
     if model:
         say(f"{'Both are' if len(layouts) == 2 else 'It is'} legal for {model}.")
-        say(*dict.fromkeys(note for one in layouts for note in problems(one, shape.limits(), to_train=True)))
     return 0
 
 

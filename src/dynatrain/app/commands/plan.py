@@ -8,7 +8,7 @@ from dynatrain.app.cli import ALL_RANKS, Rank, Text, call
 from dynatrain.app.mistake import MistakeError, all_of
 from dynatrain.app.output import emit, say, seconds, size
 from dynatrain.app.plan_text import head, moves_of_part, moves_of_plan, numbers, plan_record, rank_table
-from dynatrain.app.planned import Change, change_of_model, timed, untrainable
+from dynatrain.app.planned import Change, change_of_model, timed
 from dynatrain.judge.verdict import Verdict
 from dynatrain.layout.foreign import read_layout
 from dynatrain.plan.plan import Move, RankPlan
@@ -74,7 +74,6 @@ def plan(
         else:
             say(*moves_of_part(change, part))
         say(*numbers(change, summary, record.plan_hash, whole_took, None if part is None else part_took))
-        say(*(f"note: this plan is for the numbers only: {why}" for why in untrainable(shape, layouts)))
         if verdict is not None:
             say(*_judged(verdict, judge_took))
     return 0 if verdict is None or verdict.ok else 1

@@ -72,7 +72,6 @@ def _checked(text: str, run: CheckedRun) -> Layout:
         world_size=run.layout.world_size,
         num_microbatches=run.num_microbatches,
         sequence=run.config.data.sequence,
-        to_train=True,
     )
     return resolve(layout, run.shape.num_hidden_layers)
 
