@@ -17,6 +17,7 @@ from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
 from dynatrain.data.order import batch_ids
 from dynatrain.data.samples import Samples
 from dynatrain.execute.transport import GroupTransport
+from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import parse_layout
 from dynatrain.models.decoder import canonical_name
 from dynatrain.models.initial import initial_box, initial_rule
@@ -184,12 +185,8 @@ def meeting(world):
 
 def switcher(job, world, layout, **more):
     """A ``Switcher`` of ``job``."""
-    given = {
-        "state": {"schedule": job.scheduler},
-        "initial": job.initial,
-        "names": canonical_name,
-        "legal": parse_layout,
-    }
+    given = {"state": {"schedule": job.scheduler}, "initial": job.initial, "names": canonical_name}
+    given["legal"] = lambda text: resolve(parse_layout(text), job.shape.num_hidden_layers)
     return Switcher(job.build, layout=layout, **given | meeting(world) | more)
 
 
