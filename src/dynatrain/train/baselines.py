@@ -105,7 +105,7 @@ def through_redistribute(source: Held, target: Held, meshes: tuple[DeviceMesh, D
 
 
 def _on(mesh: DeviceMesh, value: DTensor) -> tuple[Placement, ...]:
-    """The placements of ``value`` on a mesh that has the axes of its own, and more; refuses experts and copied heads."""
+    """The placements of ``value`` on a mesh that has its own axes, and more; experts and copied heads lie on others."""
     own = dict(zip(value.device_mesh.mesh_dim_names or (), value.placements, strict=True))
     names = mesh.mesh_dim_names or ()
     if other := [axis for axis, placement in own.items() if axis not in names and not placement.is_replicate()]:
