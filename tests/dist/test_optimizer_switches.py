@@ -20,8 +20,8 @@ EXACT = [name for name in NAMES if name != "adamw8bit"]
 """Codes of one byte flip at 1e-16, and the reductions of these layouts have not the same bits."""
 SAME_BITS = [name for name in NAMES if name != "adafactor"]
 """Given gradients of equal bits, as dp and fsdp give; Adafactor sums its columns over the ranks that cut the rows."""
-SHAPE = small_shape(num_key_value_heads=4, hidden_size=18, head_dim=4, intermediate_size=300)
-"""Rows of 300 elements: a block and a part of one."""
+SHAPE = small_shape(num_key_value_heads=1, hidden_size=18, head_dim=4, intermediate_size=300)
+"""Rows of 300 elements: a block and a part of one. One key/value head, of which two tp ranks hold copies."""
 CASE = Case(tour=("fsdp2", "tp2", "pp2"), size=2, shape=SHAPE, micro_batches=2)
 
 

@@ -260,7 +260,12 @@ def job_of(*, compute="fp64", sequences=4, **shape):
 def trained(world, layout, job):
     """Each step's loss and gradient norm, and the final parts."""
     tokens = np.random.default_rng(0).integers(0, job.shape.vocab_size, 64 * TOKENS + 1).astype(np.uint16)
-    settings = {"state": {"schedule": job.scheduler}, "initial": job.initial, "names": canonical_name}
+    settings = {
+        "state": {"schedule": job.scheduler},
+        "initial": job.initial,
+        "names": canonical_name,
+        "legal": parse_layout,
+    }
     sw = switcher(world, job.build, layout, **settings)
     found = []
     told = Trainer(job, Samples(tokens=tokens, sequence=TOKENS), sw, lambda r: found.append((r.loss, r.grad_norm)))

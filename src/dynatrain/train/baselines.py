@@ -105,9 +105,12 @@ def through_redistribute(source: Held, target: Held, meshes: tuple[DeviceMesh, D
 
 
 def _on(mesh: DeviceMesh, value: DTensor) -> tuple[Placement, ...]:
-    """The placements of ``value`` on a mesh that has the axes of its own, and more."""
+    """The placements of ``value`` on a mesh that has its own axes, and more; experts and copied heads lie on others."""
     own = dict(zip(value.device_mesh.mesh_dim_names or (), value.placements, strict=True))
-    return tuple(own.get(axis, Replicate()) for axis in mesh.mesh_dim_names or ())
+    names = mesh.mesh_dim_names or ()
+    if other := [axis for axis, placement in own.items() if axis not in names and not placement.is_replicate()]:
+        raise CannotError(f"a tensor is cut over {', '.join(other)}, on a mesh of its own")
+    return tuple(own.get(axis, Replicate()) for axis in names)
 
 
 def _over_all(mesh: DeviceMesh, value: DTensor) -> tuple[Placement, ...]:
