@@ -31,6 +31,7 @@ from dynatrain.train.channel import Channel
 from dynatrain.train.check import Check
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import (
+    Shared,
     allocate,
     bind,
     check_carried,
@@ -87,6 +88,7 @@ class Attempt:
     _collects: bool = False
     _moves: Exchange | None = None
     _targets: Pieces = field(default_factory=dict)
+    _shared: Shared = field(default_factory=dict)
     _executor: Executor | None = None
     _proof: Proof | None = None
     _old_pieces: Pieces = field(default_factory=dict)
@@ -170,7 +172,7 @@ class Attempt:
 
     def _allocate(self, granule: Granule) -> Piece | None:
         assert self.new is not None
-        return allocate(self.party, self.old, self.new, granule)
+        return allocate(self.party, self.old, self.new, granule, self._shared)
 
     # At the step edge.
 
@@ -202,7 +204,8 @@ class Attempt:
             quiesce(self.old)
             check_tensors(self.party, self.old)
             now, planned = self.old.states(), {tensor.name: tensor.states for tensor in self.old.catalogue}
-            if changed := sorted(name for name, states in now.items() if planned[name] != states):
+            where = self.old.where.items()
+            if changed := sorted(name for name, (entry, _) in where if planned[name] != now[entry]):
                 raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")
             self._old_pieces = self.old.pieces(self.party.rank, self.party.device)
             if self._tight:

@@ -14,6 +14,7 @@ from dynatrain.execute.transport import GroupTransport, Transport
 from dynatrain.models.names import NameRule
 from dynatrain.plan.schedule import ROUND_BYTES
 from dynatrain.train.groups import GroupPool
+from dynatrain.train.segments import Segments
 from dynatrain.train.world import Build
 
 PHASES = ("build", "warm", "quiesce", "move", "check", "commit")
@@ -50,6 +51,7 @@ class Party:
         build: the user's build.
         names: the user's or the default rule of canonical names.
         factories: makers of objects that belong to an optimizer (schedulers), by label.
+        segments: fused and padded tensors.
         deadline: seconds that each phase may take.
         budget: bytes over max(old, new) in ``tight``; 0 for the least that suffices.
         round_bytes: bytes of whole tensors in one round of ``keep``.
@@ -67,6 +69,7 @@ class Party:
     build: Build
     names: NameRule
     factories: dict[str, Callable[[torch.optim.Optimizer], Any]]
+    segments: Segments = field(default_factory=Segments)
     deadline: float = 60.0
     budget: int = 0
     round_bytes: int = ROUND_BYTES

@@ -31,6 +31,7 @@ from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saved, Saver
 from dynatrain.train.saving import Saves
+from dynatrain.train.segments import Fused, Segments
 from dynatrain.train.targets import DataParallel, Read, same_meaning, served, whole_world
 from dynatrain.train.torch_private import default_store
 from dynatrain.train.turns import Turns
@@ -50,6 +51,8 @@ class Switcher:
             factories ``optimizer -> scheduler`` for what hangs on an optimizer.
         initial: where the first build is on meta; None where the first ``build`` makes real tensors.
         names: rule of canonical names; needed where one tensor has different paths in different parts.
+        segments: fused modules, see :data:`dynatrain.train.segments.Fused`.
+        padded: ``{module or parameter: real rows}`` of tensors whose dim 0 ``build`` pads, in each layout as it likes.
         mode: ``keep``, ``tight``, or ``auto`` (keep where it fits).
         deadline: seconds that each phase of a switch may take.
         budget: bytes above max(old, new) in ``tight``; 0 for the least that suffices.
@@ -70,7 +73,7 @@ class Switcher:
 
     Raises:
         LayoutError: the text is no layout, or not of this world size.
-        UnplacedTensorError, UnknownStateError: what could not be switched, all of it, by name.
+        UnplacedTensorError, UnknownStateError, SegmentError: what could not be switched, all of it, by name.
         ValueError: there is no such mode.
     """
 
@@ -82,6 +85,8 @@ class Switcher:
         state: Mapping[str, Any] | None = None,
         initial: Initial | None = None,
         names: NameRule = strip_wrappers,
+        segments: Fused | None = None,
+        padded: Mapping[str, int] | None = None,
         mode: str = "auto",
         deadline: float = 60.0,
         budget: int = 0,
@@ -119,6 +124,7 @@ class Switcher:
             build=build,
             names=names,
             factories={},
+            segments=Segments(segments or {}, padded or {}),
             deadline=deadline,
             budget=budget,
             **more,
@@ -150,8 +156,7 @@ class Switcher:
         except Exception:
             self.close()
             raise
-        for piece in world.pieces(rank, device).values():
-            self._party.memory.hold(piece)
+        self._party.memory.hold(world.pieces(rank, device).values())
 
     # The handles.
 
@@ -230,9 +235,11 @@ class Switcher:
         """
         join(self._party, self.world, label, thing)
         survey(self._party, self.world, f"survey/{label}")
-        for granule, piece in self.world.pieces(self._party.rank, self._party.device).items():
-            if self.world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label:
-                self._party.memory.hold(piece)
+        self._party.memory.hold(
+            piece
+            for granule, piece in self.world.pieces(self._party.rank, self._party.device).items()
+            if self.world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label
+        )
         return self.world.objects[label]
 
     def request(self, layout: str, *, mode: str = "", at: int = -1, by: str = "program") -> None:
