@@ -18,8 +18,8 @@ class Piece:
     """What a rank holds of one granule.
 
     Attributes:
-        tensor: detached, contiguous, exactly the shape of ``box``; alone in its storage, which may be longer than it, or
-            beside the other segments of a fused tensor.
+        tensor: detached, contiguous, exactly the shape of ``box``; alone in its storage, which may be longer than it,
+            or beside the other segments of a fused tensor.
         box: in the coordinates of the granule; ``()`` for a scalar state.
         nbytes: size of the storage, padding included, while it is not given back.
     """

@@ -61,8 +61,9 @@ def tight_schedule(storage: Storage, budget_bytes: int) -> Schedule:
     """Rounds in an order in which no rank ever holds more than it may.
 
     That is ``max(old, new) + budget_bytes``: pieces, and :data:`STAGING_BYTES` for the execution. Granules that are
-    adopted everywhere go first; what lies in one storage goes together. Consecutive granules share a round while their new pieces fit together. Scores are
-    floating point, whose last bits differ between processors: one rank computes this, and tells it to all.
+    adopted everywhere go first; what lies in one storage goes together. Consecutive granules share a round while their
+    new pieces fit together. Scores are floating point, whose last bits differ between processors: one rank computes
+    this, and tells it to all.
 
     Args:
         storage: what each granule takes and gives back on each rank.

@@ -1,9 +1,10 @@
 """Which holder sends: one closed rule of (tensor, source cell, target rank), equal on every rank.
 
 Under one ownership the pieces of a tensor form a *grid*: the tensor, cut per ``(axis, dim)`` in order into ceil-sized
-chunks (or, along dim 0, into the spans of its placement). A *cell* is one box of the grid, named by its index along each cut; its holders are its copies over the digits
-of a rank's number that no cut reads, and over the stages that hold it. Everything here follows from dividing by chunk
-sizes: the cells that meet a box are found without looking at any rank, and a rank's cell without looking at any other.
+chunks (or, along dim 0, into the spans of its placement). A *cell* is one box of the grid, named by its index along
+each cut; its holders are its copies over the digits of a rank's number that no cut reads, and over the stages that hold
+it. Everything here follows from dividing by chunk sizes: the cells that meet a box are found without looking at any
+rank, and a rank's cell without looking at any other.
 
 The rule, for a target rank that needs a part of a source cell:
 
@@ -91,7 +92,7 @@ class Grid:
             yield cell
 
     def meeting(self, box: Box) -> list[tuple[Cell, Box]]:
-        """The cells that share elements with ``box``, and the shared boxes; by division of the bounds of ``box``, or span by span."""
+        """The cells that share elements with ``box``, and the shared boxes; by division of its bounds, or by span."""
         if not volume(box):
             return []
         if self._spans:

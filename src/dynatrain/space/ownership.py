@@ -17,7 +17,6 @@ from dynatrain.layout.stages import stage_ranges, stage_ranks
 from dynatrain.space.box import Box, chunk, whole
 from dynatrain.space.tensor import FIRST, Catalogue, Cuts, State, Tensor
 
-
 Span = tuple[int, int, int]
 """``(start, stop, room)``; see :class:`Placement`."""
 

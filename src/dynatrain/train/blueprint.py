@@ -156,8 +156,9 @@ def _draw_own(
 def may_adopt(old: World, after: Ownership) -> Callable[[int], bool]:
     """Whether an unchanged piece of a tensor may keep its storage.
 
-    Not where padding differs; not a segment, whose storage has neighbours; and not what the first step in the new layout may write before the commit, since the old
-    storage must not see it: buffers, and tensors of which a registered object holds state.
+    Not where padding differs; not what is a part of its storage, whose neighbours may go elsewhere; and not what the
+    first step in the new layout may write before the commit, since the old storage must not see it: buffers, and
+    tensors of which a registered object holds state.
     """
     assert old.ownership is not None
     equal = alike(old.catalogue, old.ownership, after)

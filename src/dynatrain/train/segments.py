@@ -18,10 +18,11 @@ from dynatrain.space.ownership import Span
 from dynatrain.space.tensor import Cuts, State
 
 Fused = Mapping[str, Mapping[str, int | tuple[int, int]]]
-"""``{module: {name of a segment: rows, or (rows, heads)}}``, segments in the order of their rows in one tp rank's part.
-The segment's name takes the place of the module's in the canonical name: with ``{"attn.qkv": {"attn.q": (64, 4), ...}}``
-``layers.0.attn.qkv.weight`` holds ``layers.0.attn.q.weight``. ``rows`` are those of the whole tensor; of ``heads``, each
-equally many rows, none is ever split by tp."""
+"""``{module: {name of a segment: rows, or (rows, heads)}}``, segments in the order in which a tp rank's part has them.
+
+The segment's name takes the place of the module's in the canonical name: with ``{"attn.qkv": {"attn.q": (64, 4)}}``
+``layers.0.attn.qkv.weight`` holds ``layers.0.attn.q.weight``. ``rows`` are those of the whole tensor; of ``heads``,
+which have equally many rows each, none is ever split by tp."""
 
 
 class SegmentError(ValueError):
