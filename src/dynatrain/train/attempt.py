@@ -29,6 +29,7 @@ from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError, obj
 from dynatrain.train.blueprint import Blueprint, draw
 from dynatrain.train.channel import Channel
 from dynatrain.train.check import Check
+from dynatrain.train.copies import settle_copies
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import (
     Shared,
@@ -210,6 +211,7 @@ class Attempt:
             self._old_pieces = self.old.pieces(self.party.rank, self.party.device)
             if self._tight:
                 refuse_pinned(self.old, self._old_pieces)
+            if self._compares_first:
                 self._proved.note(self._old_pieces)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
@@ -222,8 +224,9 @@ class Attempt:
         votes = RoundVotes(self._channel.ask, "forth", len(self._schedule.rounds) if self._tight else 0)
         try:
             self._channel.at("move")
-            if self._tight and (unequal := self._proved.unequal(self._old_pieces, self._channel.group("check"))):
-                raise SwitchAbortedError(unequal)
+            if self._compares_first:
+                group, party = self._channel.group("check"), self.party
+                settle_copies(self._proved, self._moves, self._old_pieces, group, party.unequal_copies, party.deadline)
             self._executor = Executor(
                 exchange=self._moves,
                 old=self._old_pieces,
@@ -367,6 +370,16 @@ class Attempt:
     def report(self) -> DigestReport | None:
         """The digests' verdict, once they were compared."""
         return self._proof.report if self._proof else None
+
+    @property
+    def mended(self) -> int:
+        """Copies of the old state that differed from copy 0 and were given its values."""
+        return self._proof.mended if self._proof else 0
+
+    @property
+    def _compares_first(self) -> bool:
+        """Whether copies are compared before anything is moved: in ``keep`` there is time for it beside the step."""
+        return self._tight or self.party.unequal_copies == "owner"
 
     @property
     def _proved(self) -> Proof:

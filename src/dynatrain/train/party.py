@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,7 @@ class Party:
         deadline: seconds that each phase may take.
         budget: bytes over max(old, new) in ``tight``; 0 for the least that suffices.
         round_bytes: bytes of whole tensors in one round of ``keep``.
+        unequal_copies: what becomes of copies that differ before a switch.
         ranks_per_node: how ranks share machines; None for one machine.
         transport: makes the transport of a switch from its group; tests put a double in between.
         hook: told of phases and rounds.
@@ -73,6 +74,7 @@ class Party:
     deadline: float = 60.0
     budget: int = 0
     round_bytes: int = ROUND_BYTES
+    unequal_copies: Literal["refuse", "owner"] = "refuse"
     ranks_per_node: int | None = None
     transport: Callable[[dist.ProcessGroup, range], Transport] = GroupTransport
     hook: Hook = field(default=_quiet)

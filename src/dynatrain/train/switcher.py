@@ -22,6 +22,7 @@ from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
 from dynatrain.models.names import NameRule, strip_wrappers
 from dynatrain.train.blueprint import check_mode
+from dynatrain.train.copies import UnequalCopies, check_policy
 from dynatrain.train.course import Course
 from dynatrain.train.first import Initial, first_world, join
 from dynatrain.train.groups import GroupPool
@@ -56,6 +57,8 @@ class Switcher:
         mode: ``keep``, ``tight``, or ``auto`` (keep where it fits).
         deadline: seconds that each phase of a switch may take.
         budget: bytes above max(old, new) in ``tight``; 0 for the least that suffices.
+        unequal_copies: what becomes of copies that differ before a switch: ``refuse`` it, or ``owner``: all get what
+            the first of them holds, which the certificate counts; old copies are then compared inside the stall.
         schedule: ``{step: layout}``: first step in that layout.
         board: where ranks agree; made over the default group's store where it is None.
         store: for process groups; likewise.
@@ -74,7 +77,7 @@ class Switcher:
     Raises:
         LayoutError: the text is no layout, or not of this world size.
         UnplacedTensorError, UnknownStateError, SegmentError: what could not be switched, all of it, by name.
-        ValueError: there is no such mode.
+        ValueError: there is no such mode, or policy.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Switcher:
         mode: str = "auto",
         deadline: float = 60.0,
         budget: int = 0,
+        unequal_copies: UnequalCopies = "refuse",
         schedule: Mapping[int, str] | None = None,
         board: Board | None = None,
         store: dist.Store | None = None,
@@ -105,6 +109,7 @@ class Switcher:
         **more: Any,
     ) -> None:
         check_mode(mode)
+        check_policy(unequal_copies)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         device = device or torch.device("cpu")
         groups = GroupPool(
@@ -127,6 +132,7 @@ class Switcher:
             segments=Segments(segments or {}, padded or {}),
             deadline=deadline,
             budget=budget,
+            unequal_copies=unequal_copies,
             **more,
         )
         self._recorder = recorder
