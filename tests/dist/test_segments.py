@@ -169,7 +169,7 @@ def plain():
     return everywhere(4, lambda world: trained(world, build_plain, {}), 120)
 
 
-@pytest.mark.parametrize("mode", ["keep", "tight"])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("tight", marks=pytest.mark.sweep)])
 def test_a_fused_and_padded_model_trains_through_switches_as_the_plain_one(plain, mode):
     found = everywhere(4, lambda world: trained(world, build, TOUR, mode, settings=DECLARED), 120)
     for (losses, state, ends), (expected, kept, _) in zip(found, plain, strict=True):
@@ -212,12 +212,20 @@ def same(one, other):
 @pytest.mark.parametrize("mode", ["keep", "tight"])
 def test_there_and_back_moves_every_bit_and_nothing_of_the_padding(mode):
     def work(world):
-        sw = switcher(world, build, "fsdp4", mode=mode, data_parallel="free", recorder=(books := Books()), **DECLARED)
+        failing = [True]
+
+        def hook(event, *_):
+            if event == "bound" and world.rank == 1 and failing:
+                failing.clear()
+                raise RuntimeError("planted")
+
+        settings = DECLARED | {"mode": mode, "hook": hook, "recorder": (books := Books())}
+        sw = switcher(world, build, "fsdp4", data_parallel="free", **settings)
         sw.register("ema", Shadow(sw.model, local=False))
         fill(sw)
         first = whole(sw)
         seen = []
-        for layout in ("fsdp2.tp2", "dp2.tp2", "fsdp4"):
+        for layout in ("fsdp2.tp2", "fsdp2.tp2", "dp2.tp2", "fsdp4"):
             for rest in padding(sw):
                 rest.fill_(torch.nan)
             sw.request(layout)
@@ -226,8 +234,11 @@ def test_there_and_back_moves_every_bit_and_nothing_of_the_padding(mode):
         distinct = {p.storage.data_ptr(): p.nbytes for p in sw.world.pieces(world.rank, torch.device("cpu")).values()}
         return seen, held == sum(distinct.values())
 
-    for seen, counted in everywhere(4, work):
+    for (aborted, *seen), counted in everywhere(4, work):
         assert counted
+        ((_, outcome, reason),), equal, _ = aborted
+        assert (outcome, equal) == ("aborted", True)
+        assert "planted" in reason
         for ((_, outcome, reason),), equal, leaked in seen:
             assert (outcome, reason, equal, any(leaked)) == ("committed", "", True, False)
 

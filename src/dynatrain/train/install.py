@@ -171,8 +171,7 @@ def match_catalogue(old: World, catalogue: Catalogue) -> list[str]:
 
 
 Shared = dict[tuple[str, str], torch.Tensor]
-"""New storage that several pieces lie in, by the live tensor's name and the state's; emptied by nobody, since freed
-storage holds nothing."""
+"""New storage of fused and padded tensors, by the live tensor's name and the state's."""
 
 
 def allocate(party: Party, old: World, new: World, granule: Granule, shared: Shared) -> Piece | None:

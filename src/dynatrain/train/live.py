@@ -5,6 +5,7 @@ box itself comes from our own formula. Placements' arithmetic is wrong for uneve
 and a local shape that is not what the formula says is refused by name.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -108,8 +109,8 @@ def find_slots(found: Mapping[str, Entry], segments: Segments, layout: Layout, r
                 entry.slots = segments.slots(name, shape, cuts, ways, at)
         except ValueError as problem:
             problems.append(str(problem))
-    names = [name for entry in found.values() for name in entry.names]
-    if twice := sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []:
+    times = Counter(name for entry in found.values() for name in entry.names)
+    if twice := sorted(name for name, count in times.items() if count > 1):
         problems.append(f"segments and tensors share the names {', '.join(twice)}")
     if problems:
         raise SegmentError("; ".join(problems))
