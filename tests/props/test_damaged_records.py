@@ -27,7 +27,7 @@ def written(mode):
     coverage = planned.verdict(whole).coverage
     digests = dict.fromkeys(coverage, "0" * 16)
     certificate = {
-        "schema": 1,
+        "schema": 2,
         "run_id": "r",
         "switch": 1,
         "generation": 0,
@@ -44,7 +44,7 @@ def written(mode):
             kind: {name: getattr(counts, name) for name in ("expected", "written", "twice", "missing")}
             for kind, counts in coverage.items()
         },
-        "replicas": {"groups": 2, "checked": 4, "unequal": 0},
+        "replicas": {"groups": 2, "checked": 4, "unequal": 0, "mended": 0},
         "digest": {"algorithm": "sum", "before": digests, "after": digests, "equal": True},
         "bytes": dict(record.bytes),
         "seconds": dict.fromkeys(("build", "warm", "quiesce", "move", "check", "commit", "stall"), 0.5),

@@ -40,9 +40,10 @@ def switch_lines(record: Record) -> Iterator[str]:
     if digest["after"]:
         verdict = "equal" if digest["equal"] else "NOT equal"
         yield f"  digests of {len(digest['before'])} kinds of state, before and after: {verdict}"
-    unequal, checked = record["replicas"]["unequal"], record["replicas"]["checked"]
-    if checked:
-        yield f"  replicas: {checked} compared, {unequal} unequal"
+    replicas = record["replicas"]
+    if replicas["checked"]:
+        mended = f", {replicas['mended']} given the first one's values" if replicas["mended"] else ""
+        yield f"  replicas: {replicas['checked']} compared, {replicas['unequal']} unequal{mended}"
 
 
 _BYTES = (("moved", "moved"), ("relaid", "re-laid"), ("adopted", "adopted"))

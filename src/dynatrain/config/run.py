@@ -125,6 +125,9 @@ class Switching(Section):
     """Longest time of one phase, in seconds; then the late ranks are named and the switch is given up."""
     budget_mib: WholeNumber = 0
     """Memory of a rank in mode tight beyond the larger of its old and its new state, in MiB; 0 for what suffices."""
+    unequal_copies: Literal["refuse", "owner"] = "refuse"
+    """What becomes of copies of one state that differ before a switch: it is refused; or all get what the first one
+    holds, as the log and the certificate then tell."""
 
 
 class Save(Section):

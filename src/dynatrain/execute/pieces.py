@@ -1,6 +1,6 @@
 """What a rank holds, and the memory that it lies in."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +18,8 @@ class Piece:
     """What a rank holds of one granule.
 
     Attributes:
-        tensor: detached, contiguous, exactly the shape of ``box``; alone in its storage, which may be longer than it.
+        tensor: detached, contiguous, exactly the shape of ``box``; alone in its storage, which may be longer than it,
+            or beside the other segments of a fused tensor.
         box: in the coordinates of the granule; ``()`` for a scalar state.
         nbytes: size of the storage, padding included, while it is not given back.
     """
@@ -48,7 +49,7 @@ Pieces = dict[Granule, Piece]
 def misfits(pieces: Mapping[Granule, Piece], catalogue: Catalogue) -> list[str]:
     """Every reason why ``pieces`` cannot be what its type says, one sentence each."""
     found = []
-    seen: dict[int, str] = {}
+    seen: dict[int, tuple[str, str]] = {}
     for (tensor, state), piece in sorted(pieces.items(), key=lambda pair: pair[0]):
         declared = catalogue[tensor].states[state]
         name = f"{catalogue[tensor].name} {declared.name}"
@@ -58,7 +59,9 @@ def misfits(pieces: Mapping[Granule, Piece], catalogue: Catalogue) -> list[str]:
             found.append(f"{name}: dtype {piece.tensor.dtype}, the catalogue says {declared.dtype}")
         if not piece.tensor.is_contiguous() or piece.tensor.requires_grad:
             found.append(f"{name}: must be contiguous and detached")
-        if piece.nbytes and (other := seen.setdefault(piece.storage.data_ptr(), name)) != name:
+        storage = f"{catalogue[tensor].within or catalogue[tensor].name} {declared.name}"
+        held, other = seen.setdefault(piece.storage.data_ptr(), (storage, name))
+        if piece.nbytes and held != storage:
             found.append(f"{name}: shares its storage with {other}, so neither can be given up alone")
     return found
 
@@ -99,12 +102,16 @@ class Pool:
         self._prepare(tensor)
         return tensor
 
-    def hold(self, piece: Piece) -> None:
-        """Count a piece that was allocated elsewhere and is in use now."""
-        self._count(piece.nbytes)
+    def hold(self, pieces: Iterable[Piece]) -> None:
+        """Count pieces that were allocated elsewhere and are in use now; what lies in one storage, once."""
+        for nbytes in {piece.storage.data_ptr(): piece.nbytes for piece in pieces if piece.nbytes}.values():
+            self._count(nbytes)
 
     def give_back(self, piece: Piece) -> None:
-        """Free a piece's memory whoever still refers to it (``set_`` to something empty would not); once is enough."""
+        """Free a piece's memory whoever still refers to it (``set_`` to something empty would not); once is enough.
+
+        The memory of a fused tensor goes with the first of its segments; they are handed over together.
+        """
         self.drop(piece.tensor)
 
     def drop(self, tensor: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from dynatrain.layout.text import parse_layout
 from dynatrain.observe.fields import ANY, Rule, count, duration, flag, hexadecimal, one_of, problems_of, text
 from dynatrain.observe.modes import DECIDED, MODES
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the record; a reader refuses others."""
 
 
@@ -38,11 +38,19 @@ class Cause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """Copies that must have equal bits: groups of holders, copies compared within them, copies that differ."""
+    """Copies that must have equal bits.
+
+    Attributes:
+        groups: of holders.
+        checked: copies compared within them.
+        unequal: copies that differed from the first of their group before the switch.
+        mended: of these, how many were given the first one's values before anything was moved, as the run wants it.
+    """
 
     groups: int
     checked: int
     unequal: int
+    mended: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +219,7 @@ _CERTIFICATE: Mapping[str, Rule] = {
     "outcome": one_of("committed", "aborted", "failed"),
     "plan_hash": hexadecimal,
     "coverage": {ANY: dict.fromkeys((one.name for one in fields(Coverage)), count)},
-    "replicas": {"groups": count, "checked": count, "unequal": count},
+    "replicas": {"groups": count, "checked": count, "unequal": count, "mended": count},
     "digest": {"algorithm": text, "before": {ANY: hexadecimal}, "after": {ANY: hexadecimal}, "equal": flag},
     "bytes": {"moved": count, "relaid": count, "adopted": count},
     "seconds": dict.fromkeys((one.name for one in fields(Seconds)), duration),
@@ -239,6 +247,8 @@ def _contradictions(record: Mapping[str, Any]) -> tuple[str, ...]:
         problems.append(f"digest.equal is {digest['equal']}, but before and after are {'' if really else 'not '}equal")
     if record["replicas"]["unequal"] > record["replicas"]["checked"]:
         problems.append(f"replicas: more are unequal than were checked: {record['replicas']}")
+    if record["replicas"]["mended"] > record["replicas"]["unequal"]:
+        problems.append(f"replicas: more were mended than are unequal: {record['replicas']}")
     world = max(record["world"].values())
     for place in ("device", "host"):
         strangers = [rank for rank in record["peak_bytes"][place] if not _is_rank(rank, world)]
@@ -282,8 +292,8 @@ def _unproven(record: Mapping[str, Any]) -> tuple[str, ...]:
         problems.append(f"committed, but {uncovered} are in only one of coverage and digest")
     if not record["digest"]["equal"]:
         problems.append("committed, but the digests before and after are not equal")
-    if record["replicas"]["unequal"]:
-        problems.append(f"committed, but {record['replicas']['unequal']} replicas are unequal")
+    if left := record["replicas"]["unequal"] - record["replicas"]["mended"]:
+        problems.append(f"committed, but {left} replicas are unequal")
     if unknown := [phase for phase, value in record["seconds"].items() if value is None]:
         problems.append(f"committed, but the phases {unknown} have no seconds")
     return tuple(problems)

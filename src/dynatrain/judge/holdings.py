@@ -4,14 +4,14 @@ The builder finds pieces by dividing; here every rank's box is asked of the owne
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from dynatrain.plan.padding import GATHERED, Padded
 from dynatrain.space.box import shape_of
-from dynatrain.space.ownership import Ownership, Placement
+from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import ITEMSIZE, Catalogue, State, Tensor
 
 Ints = npt.NDArray[np.int64]
@@ -63,7 +63,10 @@ def holdings(catalogue: Catalogue, ownership: Ownership, ranks: int) -> Holdings
     for index, tensor in enumerate(catalogue):
         placement = ownership.placements[tensor.name]
         for at, state in enumerate(tensor.states):
-            key = placement.stages, *(() if state.scalar else (tensor.shape, placement.cuts, state.form))
+            key = (
+                placement.stages,
+                *(() if state.scalar else (tensor.shape, placement.cuts, placement.spans, state.form)),
+            )
             if key not in kinds:
                 kinds[key] = len(kinds)
                 pieces.append(_pieces(tensor, state, ownership, ranks, dims))
@@ -80,8 +83,10 @@ def _pieces(
     low, high, room = np.zeros(shape, np.int64), np.ones(shape, np.int64), np.ones(shape, np.int64)
     held = np.zeros(ranks, np.bool_)
     placement = ownership.placements[tensor.name]
-    gathered = next((cut for cut in placement.cuts if cut[0] in GATHERED), None)
-    uncut = Placement(tuple(cut for cut in placement.cuts if cut != gathered), placement.stages)
+    gathered = next(
+        (cut for cut in placement.cuts if cut[0] in GATHERED and not (placement.spans and cut[1] == 0)), None
+    )
+    uncut = replace(placement, cuts=tuple(cut for cut in placement.cuts if cut != gathered))
     group = Ownership(ownership.layout, {tensor.name: uncut})
     for rank in range(min(ranks, ownership.layout.world_size)):
         box = ownership.box(tensor, rank)
@@ -90,6 +95,8 @@ def _pieces(
         held[rank] = True
         for dim, (start, stop) in enumerate(state.box(box, tensor.shape)):
             low[rank, dim], high[rank, dim], room[rank, dim] = start, stop, stop - start
+        if not state.scalar and (span := placement.span(ownership.layout, ownership.layout.number(rank))):
+            room[rank, 0] = span[2]
         if gathered is not None and state.like_tensor:
             # An fsdp group gathers equal chunks: each is what its largest member needs.
             axis, dim = gathered

@@ -12,7 +12,7 @@ import numpy as np
 
 from dynatrain.judge.coverage import Rows, adopted_rows, by_state, coverage, misplaced, unadoptable
 from dynatrain.judge.holdings import Flags, Ints, holdings
-from dynatrain.judge.rounds import incomplete, stuck, too_large, unmatched
+from dynatrain.judge.rounds import incomplete, stuck, too_large, torn, unmatched
 from dynatrain.judge.verdict import Verdict, shown
 from dynatrain.plan.padding import Padded, fsdp_pads
 from dynatrain.plan.plan import RankPlan, Schedule
@@ -165,6 +165,7 @@ class _Case:
                 *unadoptable(self.catalogue, self.old, self.new, kept),
                 *uncovered,
                 *incomplete(self.catalogue, schedule),
+                *torn(self.catalogue, schedule),
                 *self._memory(kept, schedule),
             ),
         )

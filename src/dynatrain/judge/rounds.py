@@ -36,6 +36,25 @@ def incomplete(catalogue: Catalogue, schedule: Schedule) -> tuple[str, ...]:
     return (*mode, *shown(wrong, "granule(s) not in exactly one round"), *shown(sorted(unknown), "unknown granule(s)"))
 
 
+def torn(catalogue: Catalogue, schedule: Schedule) -> tuple[str, ...]:
+    """In ``tight``: what lies in one storage and is handed over in several rounds, so that it could not be freed."""
+    if schedule.mode != "tight":
+        return ()
+    rounds: dict[tuple[str, int], set[int]] = {}
+    for turn, granules in enumerate(schedule.rounds):
+        for tensor, state in granules:
+            if 0 <= tensor < len(catalogue) and catalogue[tensor].within:
+                rounds.setdefault((catalogue[tensor].within, state), set()).add(turn)
+    return shown(
+        [
+            f"state {state} of the segments of {name} is handed over in rounds {sorted(turns)}, and lies in one storage"
+            for (name, state), turns in rounds.items()
+            if len(turns) > 1
+        ],
+        "storage(s) handed over in parts",
+    )
+
+
 def too_large(
     catalogue: Catalogue,
     sides: tuple[Holdings, Holdings],

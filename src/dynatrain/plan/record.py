@@ -20,7 +20,7 @@ from dynatrain.plan.table import WholePlan
 from dynatrain.space.ownership import Ownership, Placement
 from dynatrain.space.tensor import Catalogue, State, Tensor
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the record; a reader refuses others."""
 
 
@@ -191,9 +191,15 @@ def _tensor(found: Mapping[str, Any]) -> RecordedTensor:
         anchors=tuple(fields["anchors"]),
         states=tuple(State(**state | {"reduced": tuple(state["reduced"])}) for state in fields["states"]),
         unit=fields["unit"],
+        within=fields["within"],
     )
-    old, new = (Placement(_pairs(found[side]["cuts"]), tuple(found[side]["stages"])) for side in ("old", "new"))
+    old, new = (_placement(found[side]) for side in ("old", "new"))
     return RecordedTensor(tensor=tensor, old=old, new=new, adoptable=found["adoptable"])
+
+
+def _placement(found: Mapping[str, Any]) -> Placement:
+    spans = tuple((start, stop, room) for start, stop, room in found["spans"])
+    return Placement(_pairs(found["cuts"]), tuple(found["stages"]), spans)
 
 
 def _pairs(cuts: list[list[Any]]) -> tuple[tuple[str, int], ...]:

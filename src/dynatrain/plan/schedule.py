@@ -54,15 +54,16 @@ def default_budget(storage: Storage) -> int:
 
     Two of the largest target shards of one tensor of one state on one rank, and :data:`STAGING_BYTES`.
     """
-    return 2 * int(storage.taken.max(initial=0)) + STAGING_BYTES
+    return 2 * int(storage.joined().taken.max(initial=0)) + STAGING_BYTES
 
 
 def tight_schedule(storage: Storage, budget_bytes: int) -> Schedule:
     """Rounds in an order in which no rank ever holds more than it may.
 
     That is ``max(old, new) + budget_bytes``: pieces, and :data:`STAGING_BYTES` for the execution. Granules that are
-    adopted everywhere go first. Consecutive granules share a round while their new pieces fit together. Scores are
-    floating point, whose last bits differ between processors: one rank computes this, and tells it to all.
+    adopted everywhere go first; what lies in one storage goes together. Consecutive granules share a round while their
+    new pieces fit together. Scores are floating point, whose last bits differ between processors: one rank computes
+    this, and tells it to all.
 
     Args:
         storage: what each granule takes and gives back on each rank.
@@ -72,6 +73,7 @@ def tight_schedule(storage: Storage, budget_bytes: int) -> Schedule:
         PlanError: no order was found that fits; the text has the rank, the bytes, and a budget that suffices.
     """
     room = budget_bytes - STAGING_BYTES
+    members, storage = storage.members(), storage.joined()
     ledger = _Ledger.of(storage)
     order, worst = _order(ledger, room)
     if worst > room:
@@ -85,7 +87,10 @@ def tight_schedule(storage: Storage, budget_bytes: int) -> Schedule:
             f"largest shard of one tensor of one state takes {largest} alone. A budget of {enough + STAGING_BYTES} "
             "bytes suffices; or use mode keep, or put the overflow into host memory."
         )
-    return Schedule(rounds=_rounds(storage, ledger, order, room), mode="tight")
+    rounds = _rounds(storage, ledger, order, room)
+    return Schedule(
+        rounds=tuple(tuple(one for first in granules for one in members[first]) for granules in rounds), mode="tight"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,9 +1,10 @@
 """Which holder sends: one closed rule of (tensor, source cell, target rank), equal on every rank.
 
 Under one ownership the pieces of a tensor form a *grid*: the tensor, cut per ``(axis, dim)`` in order into ceil-sized
-chunks. A *cell* is one box of the grid, named by its index along each cut; its holders are its copies over the digits
-of a rank's number that no cut reads, and over the stages that hold it. Everything here follows from dividing by chunk
-sizes: the cells that meet a box are found without looking at any rank, and a rank's cell without looking at any other.
+chunks (or, along dim 0, into the spans of its placement). A *cell* is one box of the grid, named by its index along
+each cut; its holders are its copies over the digits of a rank's number that no cut reads, and over the stages that hold
+it. Everything here follows from dividing by chunk sizes: the cells that meet a box are found without looking at any
+rank, and a rank's cell without looking at any other.
 
 The rule, for a target rank that needs a part of a source cell:
 
@@ -16,6 +17,7 @@ among the tensors that lie alike (its *family*): so the replicas of a cell share
 targets than replicas they share the tensors.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,6 +38,7 @@ class Grid:
     def __init__(self, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> None:
         self._shape = shape
         self._mesh = mesh
+        self._spans = placement.spans
         self._stages = frozenset(placement.stages)
         self._digits = tuple(mesh.layout.digit(axis) for axis, _ in placement.cuts)
         self._cuts = tuple((dim, ways) for (_, dim), (_, ways) in zip(placement.cuts, self._digits, strict=True))
@@ -58,8 +61,14 @@ class Grid:
     def box(self, cell: Cell) -> Box:
         """The box of ``cell`` in the tensor; empty for a trailing cell that got nothing."""
         box = list(whole(self._shape))
+        at = 0
         for (dim, ways), index in zip(self._cuts, cell, strict=True):
-            box[dim] = chunk(*box[dim], ways, index)
+            if dim == 0 and self._spans:
+                at = at * ways + index
+            else:
+                box[dim] = chunk(*box[dim], ways, index)
+        if self._spans:
+            box[0] = self._spans[at][:2]
         return tuple(box)
 
     def _base(self, cell: Cell) -> int:
@@ -83,9 +92,12 @@ class Grid:
             yield cell
 
     def meeting(self, box: Box) -> list[tuple[Cell, Box]]:
-        """The cells that share elements with ``box``, and the shared boxes; by division of the bounds of ``box``."""
+        """The cells that share elements with ``box``, and the shared boxes; by division of its bounds, or by span."""
         if not volume(box):
             return []
+        if self._spans:
+            cells = itertools.product(*(range(ways) for _, ways in self._cuts))
+            return [(cell, common) for cell in cells if (common := intersect(self.box(cell), box)) is not None]
         found: list[tuple[Cell, Box]] = [((), whole(self._shape))]
         for dim, ways in self._cuts:
             start, stop = box[dim]
@@ -216,7 +228,15 @@ def families(
     forms: dict[int, list[tuple[int, ...]]] = {}
 
     def add(item: Item, shape: tuple[int, ...], before: Placement, after: Placement) -> None:
-        key = shape, before.cuts, before.stages, after.cuts, after.stages  # plain tuples hash far faster than values
+        key = (
+            shape,
+            before.cuts,
+            before.stages,
+            before.spans,
+            after.cuts,
+            after.stages,
+            after.spans,
+        )  # plain tuples hash far faster than values
         family = found.get(key)
         if family is None:
             family = Family(Grid(shape, before, meshes[0]), Grid(shape, after, meshes[1]), ranks_per_node)

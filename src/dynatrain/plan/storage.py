@@ -56,12 +56,18 @@ class PieceTable:
         low = np.zeros((self._ranks, len(shape)), np.int64)
         high = np.broadcast_to(np.array(shape, np.int64), low.shape).copy()
         room = high.copy()
+        at = np.zeros(self._ranks, np.int64)
         for axis, dim in placement.cuts:
             stride, ways = self._layout.digit(axis)
+            if dim == 0 and placement.spans:
+                at = at * ways + self._numbers // stride % ways
+                continue
             size = -(-(high[:, dim] - low[:, dim]) // ways)
             first = np.minimum(low[:, dim] + self._numbers // stride % ways * size, high[:, dim])
             low[:, dim], high[:, dim] = first, np.minimum(first + size, high[:, dim])
             room[:, dim] = size if axis in GATHERED else high[:, dim] - first
+        if placement.spans:
+            low[:, 0], high[:, 0], room[:, 0] = np.array(placement.spans, np.int64)[at].T
         held = np.isin(self._numbers // self._layout.digit("pp")[0], placement.stages)
         held[self._layout.world_size :] = False
         return Pieces(low=low, high=high, room=room, held=held)
@@ -79,6 +85,7 @@ class Storage:
         taken: storage that the new piece needs, 0 where it is adopted, (kinds, ranks).
         freed: storage that the old piece gives back, 0 where it is adopted, (kinds, ranks).
         adopted: storage that serves before and after, (kinds, ranks).
+        bundle: place of the first granule that lies in the same storage, one per granule; its own where it is alone.
     """
 
     granules: tuple[tuple[int, int], ...]
@@ -86,6 +93,30 @@ class Storage:
     taken: Ints
     freed: Ints
     adopted: Ints
+    bundle: Ints
+
+    def members(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """The granules that lie in one storage, by the first of them."""
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for granule, first in zip(self.granules, self.bundle.tolist(), strict=True):
+            found.setdefault(self.granules[first], []).append(granule)
+        return found
+
+    def joined(self) -> "Storage":
+        """The same with each storage's granules as one, the first of them."""
+        places = dict(zip(self.granules, range(len(self.granules)), strict=True))
+        members = self.members()
+        if len(members) == len(self.granules):
+            return self
+        kinds: dict[tuple[int, ...], int] = {}
+        bundles = [tuple(sorted(int(self.kind[places[one]]) for one in of)) for of in members.values()]
+        kind = np.array([kinds.setdefault(bundle, len(kinds)) for bundle in bundles])
+        taken, freed, adopted = (
+            np.stack([column[list(bundle)].sum(axis=0) for bundle in kinds])
+            for column in (self.taken, self.freed, self.adopted)
+        )
+        first = np.arange(len(members))
+        return Storage(granules=tuple(members), kind=kind, taken=taken, freed=freed, adopted=adopted, bundle=first)
 
     def total(self, column: Ints) -> Ints:
         """Bytes per rank of one of the columns, over all granules."""
@@ -123,7 +154,10 @@ def storage(
     before, after = PieceTable(old, ranks), PieceTable(new, ranks)
     kinds: dict[tuple[object, ...], int] = {}
     columns: list[tuple[Ints, Ints, Ints]] = []
-    granules, kind = [], []
+    granules: list[tuple[int, int]] = []
+    kind: list[int] = []
+    bundle: list[int] = []
+    first: dict[tuple[str, int], int] = {}
     for index, tensor in enumerate(catalogue):
         placements = old.placements[tensor.name], new.placements[tensor.name]
         may_adopt = adoptable(index)
@@ -134,10 +168,18 @@ def storage(
             if key not in kinds:
                 kinds[key] = len(kinds)
                 columns.append(_column(before.pieces(shape, one), after.pieces(shape, other), *key[3:]))
+            bundle.append(first.setdefault((tensor.within or tensor.name, at), len(granules)))
             granules.append((index, at))
             kind.append(kinds[key])
     taken, freed, adopted = (np.stack(part) for part in zip(*columns, strict=True))
-    return Storage(granules=tuple(granules), kind=np.array(kind), taken=taken, freed=freed, adopted=adopted)
+    return Storage(
+        granules=tuple(granules),
+        kind=np.array(kind),
+        taken=taken,
+        freed=freed,
+        adopted=adopted,
+        bundle=np.array(bundle, np.int64),
+    )
 
 
 def _column(old: Pieces, new: Pieces, itemsize: int, padded: bool, may_adopt: bool) -> tuple[Ints, Ints, Ints]:

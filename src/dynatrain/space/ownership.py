@@ -17,6 +17,9 @@ from dynatrain.layout.stages import stage_ranges, stage_ranks
 from dynatrain.space.box import Box, chunk, whole
 from dynatrain.space.tensor import FIRST, Catalogue, Cuts, State, Tensor
 
+Span = tuple[int, int, int]
+"""``(start, stop, room)``; see :class:`Placement`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -26,10 +29,25 @@ class Placement:
         cuts: ``(axis, dim)`` in cutting order, axes as :meth:`~dynatrain.layout.layout.Layout.digit` takes them; those
             of one way are left out.
         stages: indices along pp of the ranks that hold it, ascending.
+        spans: where the rows of a part of a larger storage lie (a segment of a fused tensor, the real rows of a padded
+            one), which is cut as a whole: for each index along the cuts of dim 0, the first cut outermost, ``(start,
+            stop, room)`` in rows of the tensor; ``room`` counts the rows of padding that go with them. Empty where each
+            cut takes its ceil-sized chunk.
     """
 
     cuts: Cuts
     stages: tuple[int, ...]
+    spans: tuple[Span, ...] = ()
+
+    def span(self, layout: Layout, number: int) -> Span | None:
+        """The span of the rank of this number; None where cuts take chunks."""
+        if not self.spans:
+            return None
+        at = 0
+        for axis, dim in self.cuts:
+            stride, ways = layout.digit(axis)
+            at = at * ways + number // stride % ways if dim == 0 else at
+        return self.spans[at]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +67,9 @@ class Ownership:
         placement = self.placements[tensor.name]
         if state is None or state.like_tensor:
             return placement
-        return Placement(state.cuts(placement.cuts, len(tensor.shape)), placement.stages)
+        # What a state is reduced over, or has blocks along, is never dim 0 of a tensor with spans.
+        spans = () if state.scalar else placement.spans
+        return Placement(state.cuts(placement.cuts, len(tensor.shape)), placement.stages, spans)
 
     def state_box(self, tensor: Tensor, state: State, rank: int) -> Box | None:
         """As :meth:`box`, of one of its states. A rank whose piece of the tensor is empty may hold elements of it."""
@@ -65,7 +85,10 @@ class Ownership:
         box = list(whole(tensor.shape))
         for axis, dim in placement.cuts:
             stride, ways = layout.digit(axis)
-            box[dim] = chunk(*box[dim], ways, number // stride % ways)
+            if dim or not placement.spans:
+                box[dim] = chunk(*box[dim], ways, number // stride % ways)
+        if span := placement.span(layout, number):
+            box[0] = span[:2]
         return tuple(box)
 
     def copies(self, tensor: Tensor, state: State | None = None) -> int:

@@ -98,6 +98,8 @@ class Tensor:
             embedding has both, and hence two holders once there are two stages.
         states: the value (``param``) first, then what the optimizer and registered objects keep for it.
         unit: the modules it is materialised and gathered with (``layers.7``, ``embedding``, ``head``).
+        within: name of the fused tensor in whose storage it lies, beside other segments; empty where it is alone. What
+            lies in one storage is handed over together.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Tensor:
     anchors: tuple[int | str, ...]
     states: tuple[State, ...]
     unit: str
+    within: str = ""
 
     @property
     def numel(self) -> int:

@@ -4,6 +4,7 @@ Nothing is copied: the storage is handed in by ``load_state_dict(assign=True)`` 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ def adopt(
     for name, entry in found.items():
         value = _like(entry.value, flats[name])
         made[id(entry.value)] = value
-        result[name] = Entry(name, value, entry.paths, entry.kind, entry.stored)
+        result[name] = replace(entry, value=value)
         for number, path in entry.paths:
             owner, _, leaf = path.rpartition(".")
             module = parts[number].get_submodule(owner)

@@ -29,8 +29,10 @@ from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError, obj
 from dynatrain.train.blueprint import Blueprint, draw
 from dynatrain.train.channel import Channel
 from dynatrain.train.check import Check
+from dynatrain.train.copies import settle_copies
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import (
+    Shared,
     allocate,
     bind,
     check_carried,
@@ -87,6 +89,7 @@ class Attempt:
     _collects: bool = False
     _moves: Exchange | None = None
     _targets: Pieces = field(default_factory=dict)
+    _shared: Shared = field(default_factory=dict)
     _executor: Executor | None = None
     _proof: Proof | None = None
     _old_pieces: Pieces = field(default_factory=dict)
@@ -170,7 +173,7 @@ class Attempt:
 
     def _allocate(self, granule: Granule) -> Piece | None:
         assert self.new is not None
-        return allocate(self.party, self.old, self.new, granule)
+        return allocate(self.party, self.old, self.new, granule, self._shared)
 
     # At the step edge.
 
@@ -202,11 +205,13 @@ class Attempt:
             quiesce(self.old)
             check_tensors(self.party, self.old)
             now, planned = self.old.states(), {tensor.name: tensor.states for tensor in self.old.catalogue}
-            if changed := sorted(name for name, states in now.items() if planned[name] != states):
+            where = self.old.where.items()
+            if changed := sorted(name for name, (entry, _) in where if planned[name] != now[entry]):
                 raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")
             self._old_pieces = self.old.pieces(self.party.rank, self.party.device)
             if self._tight:
                 refuse_pinned(self.old, self._old_pieces)
+            if self._compares_first:
                 self._proved.note(self._old_pieces)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
@@ -219,8 +224,9 @@ class Attempt:
         votes = RoundVotes(self._channel.ask, "forth", len(self._schedule.rounds) if self._tight else 0)
         try:
             self._channel.at("move")
-            if self._tight and (unequal := self._proved.unequal(self._old_pieces, self._channel.group("check"))):
-                raise SwitchAbortedError(unequal)
+            if self._compares_first:
+                group, party = self._channel.group("check"), self.party
+                settle_copies(self._proved, self._moves, self._old_pieces, group, party.unequal_copies, party.deadline)
             self._executor = Executor(
                 exchange=self._moves,
                 old=self._old_pieces,
@@ -364,6 +370,16 @@ class Attempt:
     def report(self) -> DigestReport | None:
         """The digests' verdict, once they were compared."""
         return self._proof.report if self._proof else None
+
+    @property
+    def mended(self) -> int:
+        """Copies of the old state that differed from copy 0 and were given its values."""
+        return self._proof.mended if self._proof else 0
+
+    @property
+    def _compares_first(self) -> bool:
+        """Whether copies are compared before anything is moved: in ``keep`` there is time for it beside the step."""
+        return self._tight or self.party.unequal_copies == "owner"
 
     @property
     def _proved(self) -> Proof:

@@ -156,8 +156,9 @@ def _draw_own(
 def may_adopt(old: World, after: Ownership) -> Callable[[int], bool]:
     """Whether an unchanged piece of a tensor may keep its storage.
 
-    Not where padding differs; and not what the first step in the new layout may write before the commit, since the old
-    storage must not see it: buffers, and tensors of which a registered object holds state.
+    Not where padding differs; not what is a part of its storage, whose neighbours may go elsewhere; and not what the
+    first step in the new layout may write before the commit, since the old storage must not see it: buffers, and
+    tensors of which a registered object holds state.
     """
     assert old.ownership is not None
     equal = alike(old.catalogue, old.ownership, after)
@@ -166,7 +167,7 @@ def may_adopt(old: World, after: Ownership) -> Callable[[int], bool]:
         kinds = [state.name for state in old.catalogue[index].states]
         return "buffer" in kinds or any(kind.partition(".")[0] in old.objects for kind in kinds)
 
-    return lambda index: equal(index) and not written(index)
+    return lambda index: equal(index) and not written(index) and not after.placements[old.catalogue[index].name].spans
 
 
 def check_mode(mode: str) -> None:

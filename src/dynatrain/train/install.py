@@ -1,5 +1,6 @@
 """A new world: built on meta, described to the other ranks, later filled and bound in place of the old one."""
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import astuple
@@ -18,11 +19,21 @@ from dynatrain.train.adopt import adopt, shard_like
 from dynatrain.train.agreement import SwitchAbortedError, exchange
 from dynatrain.train.groups import GroupPool, building
 from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
-from dynatrain.train.live import Described, Entry, UnplacedTensorError, describe, entries, merge, reshard
+from dynatrain.train.live import (
+    Described,
+    Entry,
+    UnplacedTensorError,
+    describe,
+    entries,
+    find_slots,
+    merge,
+    reshard,
+)
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.party import Party
 from dynatrain.train.registered import check_holders, common, require_equal, snapshot
 from dynatrain.train.retire import retire
+from dynatrain.train.segments import SegmentError, local_shape
 from dynatrain.train.states import Form, Leaf, UnknownStateError, forms, replace_leaves
 from dynatrain.train.torch_private import local_tensor
 from dynatrain.train.world import Forwards, World, as_parts, carry_groups
@@ -37,6 +48,7 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
         optimizer = Several(optimizer)
     parts = as_parts(model)
     found = entries(parts, party.names)
+    find_slots(found, party.segments, layout, party.rank)
     own = {id(entry.value) for entry in found.values()}
     foreign = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if foreign:
@@ -53,7 +65,7 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
 def report(world: World, states: Mapping[str, tuple[State, ...]], rank: int) -> list[Any]:
     """This rank's tensors, as plain JSON values for the other ranks."""
     return [
-        [d.name, list(d.shape), [list(cut) for cut in d.cuts], [astuple(s) for s in d.states], d.stage]
+        [d.name, d.shape, d.cuts, [astuple(s) for s in d.states], d.stage, d.spans, d.within]
         for d in describe(world.found, states, world.layout, rank)
     ]
 
@@ -69,8 +81,16 @@ def read_reports(reports: list[Any], layout: Layout) -> tuple[Catalogue, Ownersh
     """The whole job from all ranks' :func:`report`."""
     described = [
         [
-            Described(name, tuple(shape), tuple((a, d) for a, d in cuts), tuple(map(_state, states)), stage)
-            for name, shape, cuts, states, stage in one
+            Described(
+                name,
+                tuple(shape),
+                tuple((a, d) for a, d in cuts),
+                tuple(map(_state, states)),
+                stage,
+                tuple((start, stop, room) for start, stop, room in spans),
+                within,
+            )
+            for name, shape, cuts, states, stage, spans, within in one
         ]
         for one in reports
     ]
@@ -85,11 +105,14 @@ def _state(fields: list[Any]) -> State:
 def survey(party: Party, world: World, topic: str) -> None:
     """Agree on the whole job with all ranks and write it into ``world``: its catalogue and ownership."""
     kept = [[state, *astuple(form)] for state, form in forms(world.object_leaves(), world.found).items()]
-    payload = [report(world, world.states(), party.rank), common(world), kept]
+    used = sorted({key for name in world.found if (key := party.segments.key(name))})
+    payload = [report(world, world.states(), party.rank), common(world), kept, used]
     told = exchange(party.board, topic, party.rank, payload=payload, timeout=party.deadline).in_order()
-    require_equal([facts for _, facts, _ in told])
-    world.catalogue, world.ownership = read_reports([tensors for tensors, _, _ in told], world.layout)
-    world.forms = _merged([kept for _, _, kept in told])
+    require_equal([facts for _, facts, _, _ in told])
+    world.catalogue, world.ownership = read_reports([tensors for tensors, _, _, _ in told], world.layout)
+    world.forms = _merged([kept for _, _, kept, _ in told])
+    if unused := party.segments.keys.difference(*(keys for _, _, _, keys in told)):
+        raise SegmentError(f"no tensor has {', '.join(sorted(unused))} in its name, which segments or padded declare")
     if wrong := misfits(world.pieces(party.rank, party.device), world.catalogue):
         raise UnplacedTensorError("; ".join(wrong))
 
@@ -147,18 +170,32 @@ def match_catalogue(old: World, catalogue: Catalogue) -> list[str]:
     return sorted(problems)
 
 
-def allocate(party: Party, old: World, new: World, granule: Granule) -> Piece | None:
-    """This rank's new piece of a granule: storage of its own, padded as FSDP2 pads; None where it will own none."""
+Shared = dict[tuple[str, str], torch.Tensor]
+"""New storage of fused and padded tensors, by the live tensor's name and the state's."""
+
+
+def allocate(party: Party, old: World, new: World, granule: Granule, shared: Shared) -> Piece | None:
+    """This rank's new piece of a granule; None where it will own none.
+
+    Its storage is its own, padded as FSDP2 pads; or it lies in that of a fused tensor, which its first segment brings.
+    """
     tensor, state = old.catalogue[granule[0]], old.catalogue[granule[0]].states[granule[1]]
-    entry = new.found.get(tensor.name)
-    if entry is None:
+    if tensor.name not in new.where:
         return None
+    name, slot = new.where[tensor.name]
+    entry = new.found[name]
     assert new.ownership is not None
     dtype = getattr(torch, state.dtype)
     box = new.ownership.state_box(tensor, state, party.rank)
     assert box is not None
     stored = entry.stored * dtype.itemsize if state.name == "param" else 0
-    return Piece(party.memory.allocate(shape_of(box), dtype, stored), box)
+    if slot is None or state.scalar:
+        return Piece(party.memory.allocate(shape_of(box), dtype, stored), box)
+    if (name, state.name) not in shared:
+        rows = local_shape(entry.slots, box)
+        stored = stored or math.prod((len(local_tensor(entry.value)), *rows[1:])) * dtype.itemsize
+        shared[name, state.name] = party.memory.allocate(rows, dtype, stored)
+    return Piece(slot.view(shared[name, state.name], state, shape_of(box)), box)
 
 
 def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
@@ -173,13 +210,23 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     by_name: dict[str, dict[str, torch.Tensor]] = {}
     for (index, number), piece in pieces.items():
         tensor = new.catalogue[index]
-        by_name.setdefault(tensor.name, {})[tensor.states[number].name] = piece.tensor
+        name, slot = new.where[tensor.name]
+        if slot is None or slot.number == 0:
+            state = tensor.states[number]
+            whole = slot is not None and not state.scalar
+            by_name.setdefault(name, {})[state.name] = _local(new.found[name], piece) if whole else piece.tensor
     flats = {name: _whole_storage(by_name[name][entry.kind]) for name, entry in new.found.items()}
     new.found = adopt(new.parts, new.found, flats, [new.optimizer])
     new.forms = old.forms
     _bind_optimizer(old, new, by_name)
     carry_hooks(old, new)
     _bind_objects(party, old, new, by_name)
+
+
+def _local(entry: Entry, piece: Piece) -> torch.Tensor:
+    """All of this rank's rows in the storage of a fused or padded tensor, of which ``piece`` is one state's first."""
+    shape = len(local_tensor(entry.value)), *shape_of(piece.box)[1:]
+    return _whole_storage(piece.tensor)[: math.prod(shape)].view(shape)
 
 
 def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,7 +238,11 @@ def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bind_optimizer(old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     # By the catalogue, not by what this rank's old optimizer held: it may have had none of this kind.
-    kept = {tensor.name: [one for one in tensor.states[1:] if one.name not in old.forms] for tensor in new.catalogue}
+    kept = {
+        new.where[tensor.name][0]: [one for one in tensor.states[1:] if one.name not in old.forms]
+        for tensor in new.catalogue
+        if tensor.name in new.where
+    }
     for name, entry in new.found.items():
         state = {one.name: _bound(entry.value, one, by_name[name][one.name]) for one in kept[name]}
         if state:

@@ -5,8 +5,9 @@ box itself comes from our own formula. Placements' arithmetic is wrong for uneve
 and a local shape that is not what the formula says is refused by name.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from dynatrain.layout.layout import Layout, name_of
 from dynatrain.models.names import NameRule
 from dynatrain.space.box import Box, shape_of, volume
-from dynatrain.space.ownership import Ownership, Placement
+from dynatrain.space.ownership import Ownership, Placement, Span
 from dynatrain.space.tensor import Catalogue, State, Tensor
+from dynatrain.train.segments import SegmentError, Segments, Slot, check_states
 from dynatrain.train.torch_private import local_tensor, padded_numels
 
 CUT_ORDER = ("ep", "etp", "tp", "efsdp", "fsdp")
@@ -38,6 +40,7 @@ class Entry:
         paths: ``(part index, path)`` of every place that holds it (a tied tensor has two).
         kind: ``param`` or ``buffer``.
         stored: elements of its storage, FSDP2's padding included.
+        slots: the logical tensors that lie in it; empty where it is one itself.
     """
 
     name: str
@@ -45,6 +48,12 @@ class Entry:
     paths: list[tuple[int, str]]
     kind: str
     stored: int
+    slots: tuple[Slot, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The logical tensors in it."""
+        return tuple(slot.name for slot in self.slots) or (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,8 @@ class Described:
     cuts: tuple[tuple[str, int], ...]
     states: tuple[State, ...]
     stage: int
+    spans: tuple[Span, ...] = ()
+    within: str = ""
 
 
 def entries(parts: Sequence[nn.Module], rule: NameRule) -> dict[str, Entry]:
@@ -78,6 +89,31 @@ def entries(parts: Sequence[nn.Module], rule: NameRule) -> dict[str, Entry]:
     if problems:
         raise UnplacedTensorError("; ".join(problems) + ". Give each its own canonical name (Switcher(names=...)).")
     return found
+
+
+def find_slots(found: Mapping[str, Entry], segments: Segments, layout: Layout, rank: int) -> None:
+    """Write into every fused or padded entry what lies in it.
+
+    Raises:
+        SegmentError: tensors that are not as declared: every problem, by name.
+    """
+    problems = []
+    for name, entry in found.items():
+        try:
+            if segments.key(name):
+                shape, cuts = tuple(entry.value.shape), cuts_of(entry.value)
+                ways = {axis: layout.ways(axis) for axis, _ in cuts}
+                at = 0
+                for axis in (axis for axis, dim in cuts if dim == 0):
+                    at = at * ways[axis] + layout.index(axis, rank)
+                entry.slots = segments.slots(name, shape, cuts, ways, at)
+        except ValueError as problem:
+            problems.append(str(problem))
+    times = Counter(name for entry in found.values() for name in entry.names)
+    if twice := sorted(name for name, count in times.items() if count > 1):
+        problems.append(f"segments and tensors share the names {', '.join(twice)}")
+    if problems:
+        raise SegmentError("; ".join(problems))
 
 
 def _tensors(part: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -133,7 +169,11 @@ def describe(
                 f"{name}: rank {rank} holds {local} of {item.shape}, but under {layout.axes} with cuts {cuts} "
                 f"its box is {box}; shard it as torch does (ceil-sized chunks)"
             )
-        described.append(item)
+        problems += check_states(name, entry.slots, states[name])
+        described += [
+            replace(item, name=slot.name, shape=slot.shape, spans=slot.spans, within=slot.within)
+            for slot in entry.slots
+        ] or [item]
     if problems:
         raise UnplacedTensorError("; ".join(problems))
     return tuple(described)
@@ -165,14 +205,17 @@ def merge(reports: Sequence[Sequence[Described]], layout: Layout) -> tuple[Catal
         for item in reports[rank]:
             stages.setdefault(item.name, set()).add(item.stage)
             seen_on, seen = first.setdefault(item.name, (rank, item))
-            if (seen.shape, seen.cuts, seen.states) != (item.shape, item.cuts, item.states):
+            if replace(seen, stage=item.stage) != item:
                 problems.append(f"{item.name}: rank {seen_on} has {_brief(seen)}, rank {rank} has {_brief(item)}")
     if problems:
         raise UnplacedTensorError("; ".join(problems))
     catalogue = tuple(
-        Tensor(name, item.shape, item.cuts, (), item.states, unit_of(name)) for name, (_, item) in first.items()
+        Tensor(name, item.shape, item.cuts, (), item.states, unit_of(name), item.within)
+        for name, (_, item) in first.items()
     )
-    placements = {name: Placement(item.cuts, tuple(sorted(stages[name]))) for name, (_, item) in first.items()}
+    placements = {
+        name: Placement(item.cuts, tuple(sorted(stages[name])), item.spans) for name, (_, item) in first.items()
+    }
     return catalogue, Ownership(layout, placements)
 
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from dynatrain.execute.transport import GroupTransport, Transport
 from dynatrain.models.names import NameRule
 from dynatrain.plan.schedule import ROUND_BYTES
 from dynatrain.train.groups import GroupPool
+from dynatrain.train.segments import Segments
 from dynatrain.train.world import Build
 
 PHASES = ("build", "warm", "quiesce", "move", "check", "commit")
@@ -50,9 +51,11 @@ class Party:
         build: the user's build.
         names: the user's or the default rule of canonical names.
         factories: makers of objects that belong to an optimizer (schedulers), by label.
+        segments: fused and padded tensors.
         deadline: seconds that each phase may take.
         budget: bytes over max(old, new) in ``tight``; 0 for the least that suffices.
         round_bytes: bytes of whole tensors in one round of ``keep``.
+        unequal_copies: what becomes of copies that differ before a switch.
         ranks_per_node: how ranks share machines; None for one machine.
         transport: makes the transport of a switch from its group; tests put a double in between.
         hook: told of phases and rounds.
@@ -67,9 +70,11 @@ class Party:
     build: Build
     names: NameRule
     factories: dict[str, Callable[[torch.optim.Optimizer], Any]]
+    segments: Segments = field(default_factory=Segments)
     deadline: float = 60.0
     budget: int = 0
     round_bytes: int = ROUND_BYTES
+    unequal_copies: Literal["refuse", "owner"] = "refuse"
     ranks_per_node: int | None = None
     transport: Callable[[dist.ProcessGroup, range], Transport] = GroupTransport
     hook: Hook = field(default=_quiet)

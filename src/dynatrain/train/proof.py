@@ -35,6 +35,7 @@ class Proof:
         new: ownership after.
         rank: this rank.
         before: this rank's share of the digests of the old pieces; None until :meth:`note`.
+        mended: copies that differed before, and were given the values of copy 0.
         report: the verdict, equal on all ranks; None until :meth:`judge`.
         given_up: set by another thread to end what is being digested, whose memory is about to go.
     """
@@ -44,6 +45,7 @@ class Proof:
     new: Ownership
     rank: int
     before: torch.Tensor | None = None
+    mended: int = 0
     report: DigestReport | None = None
     given_up: bool = False
 
@@ -57,11 +59,15 @@ class Proof:
         assert self.before is not None
         return bool(self.before.equal(digest_vector(pieces, self.catalogue, self.old, self.new, self.rank)))
 
-    def unequal(self, pieces: Pieces, group: dist.ProcessGroup) -> str:
-        """Which copies of the old state differ from one another; empty where none do."""
+    def note_mended(self, pieces: Pieces, copies: int) -> None:
+        """Digest the old pieces anew: so many copies of them were written."""
+        self.before, self.mended = None, copies
+        self.note(pieces)
+
+    def find_unequal(self, group: dist.ProcessGroup) -> tuple[tuple[str, str, int], ...]:
+        """The ``(tensor, state, copy)`` of old copies that differ from the first one."""
         assert self.before is not None
-        found = unequal_copies(_total(self.before, group), self.catalogue, self.old, self.new)
-        return self._name_unequal(found, pieces, group) if found else ""
+        return unequal_copies(_total(self.before, group), self.catalogue, self.old, self.new)
 
     def after(self, pieces: Pieces) -> torch.Tensor:
         """This rank's share of the digests of the new pieces."""
@@ -86,7 +92,7 @@ class Proof:
         before, after = both[: len(self.before)], both[len(self.before) :]
         self.report = compare(before, after, self.catalogue, self.old, self.new)
         if self.report.unequal:
-            return self._name_unequal(self.report.unequal, old, group)
+            return self.name_unequal(self.report.unequal, old, group)
         if not self.report.differing:
             return ""
         return "digests differ after the move: " + self._name_differing(self.report, old, new, group)
@@ -95,7 +101,7 @@ class Proof:
         words = [f"{d.tensor} {d.state} on rank {d.rank} in box {d.box}" for d in report.differing[:_SHOWN]]
         first = report.differing[0]
         if old is not None:
-            granule = self._granule(first.tensor, first.state)
+            granule = self.granule(first.tensor, first.state)
             sides = self._side(old, self.old, granule, 0), Side(new, {first.rank: first.box})
             index = first_unlike(*sides, granule, first.box, self.rank, lambda shares: _total(shares, group))
             words[0] += f", first at index {index}"
@@ -103,13 +109,14 @@ class Proof:
             words.append(f"{more} more")
         return "; ".join(words)
 
-    def _name_unequal(
+    def name_unequal(
         self, unequal: tuple[tuple[str, str, int], ...], old: Pieces | None, group: dist.ProcessGroup
     ) -> str:
+        """The first of the unequal copies, with the first index at which it differs, for people; the rest counted."""
         tensor, state, copy = unequal[0]
         said = f"copies 0 and {copy} of {tensor} {state} differed before the switch"
         if old is not None:
-            granule = self._granule(tensor, state)
+            granule = self.granule(tensor, state)
             one, other = (self._side(old, self.old, granule, which) for which in (0, copy))
             box = whole(self.catalogue[granule[0]].state_shape(self.catalogue[granule[0]].states[granule[1]]))
             index = first_unlike(one, other, granule, box, self.rank, lambda shares: _total(shares, group))
@@ -118,7 +125,8 @@ class Proof:
             said += f"; and {more} more copies"
         return said
 
-    def _granule(self, tensor: str, state: str) -> Granule:
+    def granule(self, tensor: str, state: str) -> Granule:
+        """The number of a state, by names."""
         index = next(i for i, one in enumerate(self.catalogue) if one.name == tensor)
         number = next(n for n, one in enumerate(self.catalogue[index].states) if one.name == state)
         return index, number

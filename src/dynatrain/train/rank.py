@@ -129,6 +129,7 @@ def _switcher(
         mode=config.switching.mode,
         deadline=config.switching.deadline_seconds,
         budget=config.switching.budget_mib << 20,
+        unequal_copies=config.switching.unequal_copies,
         schedule={step: print_layout(layout) for step, layout in checked.switches},
         board=seat.board,
         store=seat.store,

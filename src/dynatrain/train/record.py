@@ -194,7 +194,8 @@ class Recorder:
             replicas=Replicas(
                 groups=report.groups if report else 0,
                 checked=report.checked if report else 0,
-                unequal=len(report.unequal) if report else 0,
+                unequal=attempt.mended + (len(report.unequal) if report else 0),
+                mended=attempt.mended,
             ),
             digest=Digest(
                 algorithm=ALGORITHM,

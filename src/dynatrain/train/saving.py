@@ -197,10 +197,10 @@ class _Small:
 
     @classmethod
     def of(cls, party: Party, world: World, step: int) -> "_Small":
-        names = {id(entry.value): name for name, entry in world.found.items()}
+        names = {id(entry.value): entry.names for entry in world.found.values()}
         groups = [
             {key: value for key, value in group.items() if key != "params"}
-            | {"params": [names[id(param)] for param in group["params"]]}
+            | {"params": [name for param in group["params"] for name in names[id(param)]]}
             for group in world.optimizer.param_groups
         ]
         kinds = dict.fromkeys(state.name for tensor in world.catalogue for state in tensor.states)

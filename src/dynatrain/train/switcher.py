@@ -22,6 +22,7 @@ from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
 from dynatrain.models.names import NameRule, strip_wrappers
 from dynatrain.train.blueprint import check_mode
+from dynatrain.train.copies import UnequalCopies, check_policy
 from dynatrain.train.course import Course
 from dynatrain.train.first import Initial, first_world, join
 from dynatrain.train.groups import GroupPool
@@ -31,6 +32,7 @@ from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saved, Saver
 from dynatrain.train.saving import Saves
+from dynatrain.train.segments import Fused, Segments
 from dynatrain.train.targets import DataParallel, Read, same_meaning, served, whole_world
 from dynatrain.train.torch_private import default_store
 from dynatrain.train.turns import Turns
@@ -50,9 +52,13 @@ class Switcher:
             factories ``optimizer -> scheduler`` for what hangs on an optimizer.
         initial: where the first build is on meta; None where the first ``build`` makes real tensors.
         names: rule of canonical names; needed where one tensor has different paths in different parts.
+        segments: fused modules, see :data:`dynatrain.train.segments.Fused`.
+        padded: ``{module or parameter: real rows}`` of tensors whose dim 0 ``build`` pads, in each layout as it likes.
         mode: ``keep``, ``tight``, or ``auto`` (keep where it fits).
         deadline: seconds that each phase of a switch may take.
         budget: bytes above max(old, new) in ``tight``; 0 for the least that suffices.
+        unequal_copies: what becomes of copies that differ before a switch: ``refuse`` it, or ``owner``: all get what
+            the first of them holds, which the certificate counts; old copies are then compared inside the stall.
         schedule: ``{step: layout}``: first step in that layout.
         board: where ranks agree; made over the default group's store where it is None.
         store: for process groups; likewise.
@@ -70,8 +76,8 @@ class Switcher:
 
     Raises:
         LayoutError: the text is no layout, or not of this world size.
-        UnplacedTensorError, UnknownStateError: what could not be switched, all of it, by name.
-        ValueError: there is no such mode.
+        UnplacedTensorError, UnknownStateError, SegmentError: what could not be switched, all of it, by name.
+        ValueError: there is no such mode, or policy.
     """
 
     def __init__(
@@ -82,9 +88,12 @@ class Switcher:
         state: Mapping[str, Any] | None = None,
         initial: Initial | None = None,
         names: NameRule = strip_wrappers,
+        segments: Fused | None = None,
+        padded: Mapping[str, int] | None = None,
         mode: str = "auto",
         deadline: float = 60.0,
         budget: int = 0,
+        unequal_copies: UnequalCopies = "refuse",
         schedule: Mapping[int, str] | None = None,
         board: Board | None = None,
         store: dist.Store | None = None,
@@ -100,6 +109,7 @@ class Switcher:
         **more: Any,
     ) -> None:
         check_mode(mode)
+        check_policy(unequal_copies)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         device = device or torch.device("cpu")
         groups = GroupPool(
@@ -119,8 +129,10 @@ class Switcher:
             build=build,
             names=names,
             factories={},
+            segments=Segments(segments or {}, padded or {}),
             deadline=deadline,
             budget=budget,
+            unequal_copies=unequal_copies,
             **more,
         )
         self._recorder = recorder
@@ -150,8 +162,7 @@ class Switcher:
         except Exception:
             self.close()
             raise
-        for piece in world.pieces(rank, device).values():
-            self._party.memory.hold(piece)
+        self._party.memory.hold(world.pieces(rank, device).values())
 
     # The handles.
 
@@ -230,9 +241,11 @@ class Switcher:
         """
         join(self._party, self.world, label, thing)
         survey(self._party, self.world, f"survey/{label}")
-        for granule, piece in self.world.pieces(self._party.rank, self._party.device).items():
-            if self.world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label:
-                self._party.memory.hold(piece)
+        self._party.memory.hold(
+            piece
+            for granule, piece in self.world.pieces(self._party.rank, self._party.device).items()
+            if self.world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label
+        )
         return self.world.objects[label]
 
     def request(self, layout: str, *, mode: str = "", at: int = -1, by: str = "program") -> None:

@@ -10,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.layout.layout import Layout
+from dynatrain.space.box import shape_of
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.live import Entry
+from dynatrain.train.segments import Slot
 from dynatrain.train.states import Form, Leaf, catalogue_states, leaves, optimizer_states
 from dynatrain.train.torch_private import local_tensor
 
@@ -50,6 +52,7 @@ class World:
         catalogue: all tensors of the job.
         ownership: who holds which box of them.
         forms: how registered objects keep each of their states.
+        where: of each logical tensor, the entry of ``found`` that it lies in, and its slot where it has one.
     """
 
     layout: Layout
@@ -63,6 +66,14 @@ class World:
     catalogue: Catalogue = ()
     ownership: Ownership | None = None
     forms: dict[str, Form] = field(default_factory=dict)
+    where: dict[str, tuple[str, Slot | None]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.where = {
+            name: (entry.name, entry.slots[i] if entry.slots else None)
+            for entry in self.found.values()
+            for i, name in enumerate(entry.names)
+        }
 
     def object_leaves(self) -> dict[str, list[Leaf]]:
         """Parameter-shaped tensors inside each registered object."""
@@ -94,14 +105,18 @@ class World:
         held = self.values()
         found: Pieces = {}
         for index, tensor in enumerate(self.catalogue):
-            if tensor.name not in self.found:
+            if tensor.name not in self.where:
                 continue
+            name, slot = self.where[tensor.name]
             box = self.ownership.box(tensor, rank)
             assert box is not None
             for number, state in enumerate(tensor.states):
-                value = held[tensor.name, state.name].to(device)
+                value = held[name, state.name].to(device)
                 piece_box = state.box(box, tensor.shape)
-                found[index, number] = Piece(value.reshape(tuple(b - a for a, b in piece_box)), piece_box)
+                shape = shape_of(piece_box)
+                found[index, number] = Piece(
+                    slot.view(value, state, shape) if slot else value.reshape(shape), piece_box
+                )
         return found
 
 
