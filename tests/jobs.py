@@ -17,6 +17,8 @@ from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
 from dynatrain.data.order import batch_ids
 from dynatrain.data.samples import Samples
 from dynatrain.execute.transport import GroupTransport
+from dynatrain.layout.resolve import resolve
+from dynatrain.layout.text import parse_layout
 from dynatrain.models.decoder import canonical_name
 from dynatrain.models.initial import initial_box, initial_rule
 from dynatrain.space.box import whole, within
@@ -78,6 +80,7 @@ class Case:
     exact_norm: bool = False
     late: bool = False
     schedule: str = "1f1b"
+    recompute: str = "none"
 
     @property
     def steps(self):
@@ -98,6 +101,7 @@ class Case:
             global_sequences=self.micro_batches,
             micro_sequences=1,
             schedule=self.schedule,
+            recompute=self.recompute,
         )
 
     def data(self):
@@ -184,6 +188,8 @@ def meeting(world):
 def switcher(job, world, layout, **more):
     """A ``Switcher`` of ``job``."""
     given = {"state": {"schedule": job.scheduler}, "initial": job.initial, "names": canonical_name}
+    # Our own build knows every axis.
+    given["legal"] = lambda text: resolve(parse_layout(text), job.shape.num_hidden_layers)
     return Switcher(job.build, layout=layout, **given | meeting(world) | more)
 
 

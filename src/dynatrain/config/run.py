@@ -100,6 +100,14 @@ class Precision(Section):
     """Type of the computation. Parameters and moments are kept in fp32, with fp64 in fp64."""
 
 
+class Blocks(Section):
+    """How each transformer block is run."""
+
+    recompute: Literal["none", "full", "selective"] = "none"
+    """Activation checkpointing, which saves memory for time: compute a block's forward again in its backward, all of it
+    or all but matrix products and attention."""
+
+
 class Pipeline(Section):
     """How micro-batches pass through pipeline stages."""
 
@@ -170,6 +178,7 @@ class RunConfig(Section):
     batch: Batch = Batch()
     optimizer: Optimizer = Optimizer()
     precision: Precision = Precision()
+    blocks: Blocks = Blocks()
     pipeline: Pipeline = Pipeline()
     validation: Validation = Validation()
     switching: Switching = Switching()

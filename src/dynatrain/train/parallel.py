@@ -31,6 +31,7 @@ from dynatrain.models.share import TokenShare
 from dynatrain.space.decoder import GPT2, DecoderShape
 from dynatrain.train.expert_parallel import Shared, deal_out, expert_plan, shard_experts
 from dynatrain.train.groups import context_group
+from dynatrain.train.recompute import recompute_blocks
 from dynatrain.train.reduction import TreeReduceScatter, tree_all_reduce
 from dynatrain.train.step import shared_tokens
 
@@ -57,7 +58,13 @@ class Precision:
 
 
 def build_part(
-    shape: DecoderShape, layout: Layout, mesh: DeviceMesh, *, seed: int, precision: Precision
+    shape: DecoderShape,
+    layout: Layout,
+    mesh: DeviceMesh,
+    *,
+    seed: int,
+    precision: Precision,
+    recompute: str = "none",
 ) -> DecoderPart:
     """This rank's part of the decoder under ``layout``: on meta, cut by tp, wrapped by fsdp, reducing in the tree.
 
@@ -67,6 +74,7 @@ def build_part(
         mesh: of ``layout``, with all axes.
         seed: of the keyed streams (dropout).
         precision: of parameters and compute.
+        recompute: what of each block's forward is computed again in backward, as of ``recompute_blocks``.
     """
     stage = mesh.get_local_rank("pp")
     layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
@@ -81,6 +89,7 @@ def build_part(
         parallelize_module(part, mesh["tp"], tensor_plan(part, layout))
         part.tie()
     deal_out(part, layout, mesh["tp"])
+    recompute_blocks(part, recompute)
     _shard(part, layout, mesh["fsdp"], precision)
     _reduce_in_tree(part, layout, mesh["dp"].get_group())
     return part

@@ -41,6 +41,7 @@ class Job:
         global_sequences: samples of one step.
         micro_sequences: samples of one micro-batch; divides ``global_sequences``.
         schedule: pipeline schedule, ``1f1b`` or ``gpipe``.
+        recompute: activation checkpointing of each block: ``none``, ``full`` or ``selective``.
     """
 
     shape: DecoderShape
@@ -50,6 +51,7 @@ class Job:
     global_sequences: int
     micro_sequences: int
     schedule: str = "1f1b"
+    recompute: str = "none"
 
     @property
     def num_micro_batches(self) -> int:
@@ -63,7 +65,7 @@ class Job:
 
     def build(self, mesh: DeviceMesh, layout: Layout) -> tuple[DecoderPart, torch.optim.Optimizer]:
         """The ``Switcher``'s build."""
-        part = build_part(self.shape, layout, mesh, seed=self.seed, precision=self.precision)
+        part = build_part(self.shape, layout, mesh, seed=self.seed, precision=self.precision, recompute=self.recompute)
         return part, optimizer_of(part, self.optimizer)
 
     def initial(self, world: World, memory: Pool) -> None:
