@@ -212,7 +212,7 @@ def _documents_ignored(patch):
     for module in (attend, context, ring):
         patch.setattr(module, "visible", lambda queries, keys, _: keys <= queries[:, None])
     blocks_of = ring._blocks
-    patch.setattr(ring, "_blocks", lambda share, part, _, local, device: blocks_of(share, part, None, local, device))
+    patch.setattr(ring, "_blocks", lambda share, part, _, *rest: blocks_of(share, part, None, *rest))
 
 
 def _copies_without_gradient(patch):

@@ -48,6 +48,7 @@ def test_the_dropout_of_the_model_holds_unless_the_run_sets_one(tmp_path):
 
     assert checked(f"--model.config={tmp_path}").shape.dropout == 0.25
     assert checked(f"--model.config={tmp_path}", "--model.dropout=0.0").shape.dropout == 0.0
+    assert checked(f"--model.config={tmp_path}", "--model.attention_dropout=0.5").config.model.attention_dropout == 0.5
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ class Model(Section):
     """A preset's name, or the path of a Hugging Face config.json or of the folder that has it."""
     dropout: BelowOne | None = None
     """Probability of dropping an element that enters the residual stream; by default what the model's config says."""
+    attention_dropout: BelowOne | None = None
+    """Probability of dropping a probability of attention; by default what the model's config says."""
 
 
 class Data(Section):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dynatrain.config.errors import ConfigError
 from dynatrain.config.own import TOKENIZER
-from dynatrain.config.run import RunConfig
+from dynatrain.config.run import Model, RunConfig
 from dynatrain.data.corpus import already_tokenised
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
@@ -81,7 +81,16 @@ def _shape(config: RunConfig, problems: list[str]) -> DecoderShape | None:
     except ModelError as error:
         problems.append(f"model.config: {error}")
         return None
-    return shape if config.model.dropout is None else dataclasses.replace(shape, dropout=config.model.dropout)
+    return with_dropout(shape, config.model)
+
+
+def with_dropout(shape: DecoderShape, asked: Model) -> DecoderShape:
+    """The model's shape with the rates of dropout that a run sets."""
+    return dataclasses.replace(
+        shape,
+        dropout=shape.dropout if asked.dropout is None else asked.dropout,
+        attention_dropout=shape.attention_dropout if asked.attention_dropout is None else asked.attention_dropout,
+    )
 
 
 def _parsed(key: str, text: str, problems: list[str]) -> Layout | None:
@@ -180,7 +189,9 @@ def _filled(config: RunConfig, shape: DecoderShape, layouts: list[Layout]) -> Ru
         update={
             "layout": first,
             "world": config.world.model_copy(update={"size": layouts[0].world_size}),
-            "model": config.model.model_copy(update={"dropout": shape.dropout}),
+            "model": config.model.model_copy(
+                update={"dropout": shape.dropout, "attention_dropout": shape.attention_dropout}
+            ),
             "optimizer": config.optimizer.model_copy(update={"warmup_steps": _warmup(config)}),
             "switch": tuple(
                 switch.model_copy(update={"layout": text}) for switch, text in zip(config.switch, later, strict=True)

@@ -78,7 +78,7 @@ def build_part(
     """
     stage = mesh.get_local_rank("pp")
     layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
-    streams = KeyedStream(seed=seed, share=token_share(layout, mesh))
+    streams = KeyedStream(seed=seed, share=token_share(layout, mesh), head_part=mesh.get_local_rank("tp"))
     with torch.device("meta"):
         first, last = stage == 0, stage == layout.size("pp") - 1
         part = DecoderPart(
