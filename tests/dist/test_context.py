@@ -145,7 +145,7 @@ class Watch(TorchDispatchMode):
 
 
 def test_a_ring_takes_so_many_queries_at_once_that_scores_stay_small(monkeypatch):
-    monkeypatch.setattr(ring, "_ROWS", 5)
+    monkeypatch.setattr(ring, "ROWS", 5)
     expected, chunk = plain(*operands(4), packed=True), 64
 
     def work(world):

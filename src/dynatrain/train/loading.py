@@ -105,8 +105,15 @@ class _Found:
             for key in group.keys() - set(kept):
                 if (saved := flat(("optim", "param_groups", number, key))) in self._folder.objects:
                     group[key] = self._folder.read(saved)
-        if (streams := flat(streams_path(party.rank))) in self._folder.objects:
-            Streams.of(self._folder.read(streams)).restore(party.device)
+        self._restore_streams()
+
+    def _restore_streams(self) -> None:
+        rank, device = self._party.rank, self._party.device
+        mine, first = (flat(streams_path(number)) for number in (rank, 0))
+        if mine in self._folder.objects:
+            Streams.of(self._folder.read(mine)).restore(device)
+        elif first in self._folder.objects:
+            Streams.of(self._folder.read(first)).of_new_rank(rank, self.step).restore(device)
 
     def _match_objects(self) -> None:
         if self._account is None:
