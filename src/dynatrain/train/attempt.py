@@ -29,6 +29,7 @@ from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError, obj
 from dynatrain.train.blueprint import Blueprint, draw
 from dynatrain.train.channel import Channel
 from dynatrain.train.check import Check
+from dynatrain.train.equal import require_equal
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import (
     allocate,
@@ -50,7 +51,7 @@ from dynatrain.train.install import (
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.proof import Proof
-from dynatrain.train.registered import common, require_equal
+from dynatrain.train.registered import common
 from dynatrain.train.saved import Saved
 from dynatrain.train.streams import Streams
 from dynatrain.train.world import World
