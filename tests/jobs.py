@@ -81,6 +81,7 @@ class Case:
     late: bool = False
     schedule: str = "1f1b"
     recompute: str = "none"
+    compile_with: str = ""
 
     @property
     def steps(self):
@@ -102,6 +103,7 @@ class Case:
             micro_sequences=1,
             schedule=self.schedule,
             recompute=self.recompute,
+            compile_with=self.compile_with,
         )
 
     def data(self):

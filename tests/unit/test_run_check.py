@@ -42,6 +42,11 @@ def test_a_run_of_any_length_has_a_warm_up_that_fits(steps, warmup):
     assert checked(f"--steps={steps}", "--optimizer.warmup_steps=1").config.optimizer.warmup_steps == 1
 
 
+def test_selective_recomputation_of_compiled_blocks_is_refused_with_what_is_near():
+    with pytest.raises(ConfigError, match=r"blocks.recompute = 'selective' .*nearest: 'none' or 'full'"):
+        checked("--blocks.compile=true", "--blocks.recompute=selective")
+
+
 def test_the_dropout_of_the_model_holds_unless_the_run_sets_one(tmp_path):
     config = PRESETS["tiny"].to_config() | {"resid_pdrop": 0.25}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -108,6 +108,9 @@ class Blocks(Section):
     recompute: Literal["none", "full", "selective"] = "none"
     """Activation checkpointing, which saves memory for time: compute a block's forward again in its backward, all of it
     or all but matrix products and attention."""
+    compile: bool = False
+    """Compile each block with torch.compile, in layouts without tp; experts, dropout and attention over ranks of cp
+    stay as they are."""
 
 
 class Pipeline(Section):

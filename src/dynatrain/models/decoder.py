@@ -56,15 +56,20 @@ class Rotary:
 
     def _tables(self, tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, 1, D]; the last ones asked for are kept, since every layer asks for the same."""
+        if torch.compiler.is_compiling():
+            return self._made(tokens, device, dtype)
         wanted = (tokens, device, dtype)
         if self._kept is None or self._kept[0] != wanted:
             with torch.inference_mode(mode=False):  # kept tables outlive a validation pass and must allow autograd
-                even = torch.arange(0, self._head_dim, 2, device=device, dtype=torch.float64)
-                rates = self._theta ** (-even / self._head_dim)
-                positions = torch.arange(tokens, device=device, dtype=torch.float64)
-                angles = (positions[:, None] * rates).repeat(1, 2)[:, None]
-                self._kept = (wanted, (angles.cos().to(dtype), angles.sin().to(dtype)))
+                self._kept = (wanted, self._made(tokens, device, dtype))
         return self._kept[1]
+
+    def _made(self, tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        even = torch.arange(0, self._head_dim, 2, device=device, dtype=torch.float64)
+        rates = self._theta ** (-even / self._head_dim)
+        positions = torch.arange(tokens, device=device, dtype=torch.float64)
+        angles = (positions[:, None] * rates).repeat(1, 2)[:, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def _norm(shape: DecoderShape, width: int) -> nn.Module:

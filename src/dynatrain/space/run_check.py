@@ -54,6 +54,7 @@ def check_run(config: RunConfig) -> CheckedRun:
         ConfigError: with everything that is wrong, the rule and the nearest legal choice each.
     """
     problems = [*_batch_problems(config), *_schedule_problems(config), *_validation_problems(config)]
+    problems += _blocks_problems(config)
     shape = _shape(config, problems)
     texts = {"layout": config.layout}
     texts |= {f"switch.{i}.layout": switch.layout for i, switch in enumerate(config.switch)}
@@ -147,6 +148,13 @@ def _validation_problems(config: RunConfig) -> list[str]:
         return []
     seen = f"validation.every = {config.validation.every}, and data.validation = 0 holds out no document"
     return [f"{seen}; nearest: data.validation = 0.05, or validation.every = 0"]
+
+
+def _blocks_problems(config: RunConfig) -> list[str]:
+    if not config.blocks.compile or config.blocks.recompute != "selective":
+        return []
+    seen = "blocks.recompute = 'selective' beside blocks.compile = true"
+    return [f"{seen}: of a compiled block the compiler itself chooses what is kept; nearest: 'none' or 'full'"]
 
 
 def _data_problems(config: RunConfig, shape: DecoderShape) -> list[str]:

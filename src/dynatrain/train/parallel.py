@@ -29,6 +29,7 @@ from dynatrain.models.experts import MixtureOfExperts
 from dynatrain.models.keyed import KeyedStream
 from dynatrain.models.share import TokenShare
 from dynatrain.space.decoder import GPT2, DecoderShape
+from dynatrain.train.compiled import compile_blocks
 from dynatrain.train.expert_parallel import Shared, deal_out, expert_plan, shard_experts
 from dynatrain.train.groups import context_group
 from dynatrain.train.recompute import recompute_blocks
@@ -65,6 +66,7 @@ def build_part(
     seed: int,
     precision: Precision,
     recompute: str = "none",
+    compile_with: str = "",
 ) -> DecoderPart:
     """This rank's part of the decoder under ``layout``: on meta, cut by tp, wrapped by fsdp, reducing in the tree.
 
@@ -75,6 +77,7 @@ def build_part(
         seed: of the keyed streams (dropout).
         precision: of parameters and compute.
         recompute: what of each block's forward is computed again in backward, as of ``recompute_blocks``.
+        compile_with: backend of ``torch.compile`` for each block, as of ``compile_blocks``; empty for none.
     """
     stage = mesh.get_local_rank("pp")
     layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
@@ -89,6 +92,7 @@ def build_part(
         parallelize_module(part, mesh["tp"], tensor_plan(part, layout))
         part.tie()
     deal_out(part, layout, mesh["tp"])
+    compile_blocks(part, layout, compile_with)
     recompute_blocks(part, recompute)
     _shard(part, layout, mesh["fsdp"], precision)
     _reduce_in_tree(part, layout, mesh["dp"].get_group())

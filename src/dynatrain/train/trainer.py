@@ -42,6 +42,7 @@ class Job:
         micro_sequences: samples of one micro-batch; divides ``global_sequences``.
         schedule: pipeline schedule, ``1f1b`` or ``gpipe``.
         recompute: activation checkpointing of each block: ``none``, ``full`` or ``selective``.
+        compile_with: backend of ``torch.compile`` for each block that tp does not cut; empty for none.
     """
 
     shape: DecoderShape
@@ -52,6 +53,7 @@ class Job:
     micro_sequences: int
     schedule: str = "1f1b"
     recompute: str = "none"
+    compile_with: str = ""
 
     @property
     def num_micro_batches(self) -> int:
@@ -65,7 +67,15 @@ class Job:
 
     def build(self, mesh: DeviceMesh, layout: Layout) -> tuple[DecoderPart, torch.optim.Optimizer]:
         """The ``Switcher``'s build."""
-        part = build_part(self.shape, layout, mesh, seed=self.seed, precision=self.precision, recompute=self.recompute)
+        part = build_part(
+            self.shape,
+            layout,
+            mesh,
+            seed=self.seed,
+            precision=self.precision,
+            recompute=self.recompute,
+            compile_with=self.compile_with,
+        )
         return part, optimizer_of(part, self.optimizer)
 
     def initial(self, world: World, memory: Pool) -> None:
