@@ -46,6 +46,13 @@ class CheckedRun:
     switches: tuple[tuple[int, Layout], ...]
     num_microbatches: int
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For people, at the start: what is other than asked for in some layouts."""
+        layouts = (self.layout, *(layout for _, layout in self.switches)) if self.config.blocks.compile else ()
+        cut = dict.fromkeys(print_layout(layout) for layout in layouts if layout.size("tp") > 1)
+        return tuple(f"blocks stay eager in {text}: torch.compile does not take what tp cuts" for text in cut)
+
 
 def check_run(config: RunConfig) -> CheckedRun:
     """Judge the whole of a configuration.
