@@ -80,6 +80,8 @@ class Case:
     exact_norm: bool = False
     late: bool = False
     schedule: str = "1f1b"
+    recompute: str = "none"
+    compile_with: str = ""
 
     @property
     def steps(self):
@@ -100,6 +102,8 @@ class Case:
             global_sequences=self.micro_batches,
             micro_sequences=1,
             schedule=self.schedule,
+            recompute=self.recompute,
+            compile_with=self.compile_with,
         )
 
     def data(self):
@@ -186,6 +190,7 @@ def meeting(world):
 def switcher(job, world, layout, **more):
     """A ``Switcher`` of ``job``."""
     given = {"state": {"schedule": job.scheduler}, "initial": job.initial, "names": canonical_name}
+    # Our own build knows every axis.
     given["legal"] = lambda text: resolve(parse_layout(text), job.shape.num_hidden_layers)
     return Switcher(job.build, layout=layout, **given | meeting(world) | more)
 

@@ -24,6 +24,18 @@ def dropout(x, p, run, place, samples):
     return torch.where(words ^ 0x80000000 >= int(p * 2**32), x * (1 / (1 - p)), 0) if p else x
 
 
+def attention(q, k, v, p, run, place, samples):
+    if not p:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    key = int.from_bytes(hashlib.blake2b(f"{run}/{place}".encode(), digest_size=8).digest(), "little")
+    tokens = torch.arange(q.shape[2])
+    rows = mix(mix(samples[:, None] ^ key & 0xFFFFFFFF) ^ torch.arange(q.shape[1]) ^ key >> 32)
+    words = mix(mix(rows[..., None] ^ tokens)[..., None] ^ mix(tokens + 0x9E3779B9 & 0xFFFFFFFF))
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(tokens > tokens[:, None], -math.inf)
+    kept = torch.where(words ^ 0x80000000 >= int(p * 2**32), scores.softmax(-1) * (1 / (1 - p)), 0)
+    return (kept @ v).transpose(1, 2).flatten(2)
+
+
 def rotate(x, theta):
     rates = theta ** (-torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1])
     angles = (torch.arange(x.shape[1], dtype=torch.float64)[:, None] * rates).repeat(1, 2)[:, None]
@@ -53,7 +65,7 @@ def logits(w, shape, samples, tokens, run, beside=None):
             q, k = (norm(t, f"{at}{n}_norm") for t, n in ((q, "q"), (k, "k")))
             q, k = (rotate(t, shape.rope_theta) if places is None else t for t in (q, k))
             q, k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2).transpose(1, 2) for t in (q, k, v))
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            y = attention(q, k, v, shape.attention_dropout, run, at + "probabilities", samples)
         x = x + dropout(linear(y, at + "o_proj"), shape.dropout, run, at[:-1], samples)
         y, at = norm(x, layer + "post_attention_layernorm"), layer + "mlp."
         if at + "gate.weight" in w:

@@ -145,7 +145,7 @@ class Watch(TorchDispatchMode):
 
 
 def test_a_ring_takes_so_many_queries_at_once_that_scores_stay_small(monkeypatch):
-    monkeypatch.setattr(ring, "_ROWS", 5)
+    monkeypatch.setattr(ring, "ROWS", 5)
     expected, chunk = plain(*operands(4), packed=True), 64
 
     def work(world):
@@ -212,7 +212,7 @@ def _documents_ignored(patch):
     for module in (attend, context, ring):
         patch.setattr(module, "visible", lambda queries, keys, _: keys <= queries[:, None])
     blocks_of = ring._blocks
-    patch.setattr(ring, "_blocks", lambda share, part, _, local, device: blocks_of(share, part, None, local, device))
+    patch.setattr(ring, "_blocks", lambda share, part, _, *rest: blocks_of(share, part, None, *rest))
 
 
 def _copies_without_gradient(patch):

@@ -21,14 +21,14 @@ from dynatrain.train.parallel import tensor_plan
 
 SHAPES = {
     "rotary": small_shape(qk_norm=True, tie_word_embeddings=True, dropout=0.2, vocab_size=62),
-    "learned": small_shape(family="gpt2", num_key_value_heads=4, dropout=0.2, vocab_size=62),
+    "learned": small_shape(family="gpt2", num_key_value_heads=4, dropout=0.2, attention_dropout=0.3, vocab_size=62),
 }
 TOKENS = 32
 STARTS = torch.tensor([[0] * 5 + [5] + [6] * 17 + [23] * 9, [0] * 32])
 
 
-def decoder(shape, share, attend):
-    streams = KeyedStream(seed=5, step=3, share=share)
+def decoder(shape, share, attend, head_part=0):
+    streams = KeyedStream(seed=5, step=3, share=share, head_part=head_part)
     part = DecoderPart(shape, range(2), first=True, last=True, streams=streams, attend=attend).double()
     fill(part, 5)
     return part
@@ -87,7 +87,7 @@ def test_sequence_parallel_ranks_cut_the_heads_and_the_residual_stream_of_a_shar
         share = TokenShare(parts=2, part=part, slices=2, slice=slice_)
         found = {}
         for (name, shape), way in zip(SHAPES.items(), ("ring", "ulysses"), strict=True):
-            model = decoder(shape, share, attend_over(way, share, group))
+            model = decoder(shape, share, attend_over(way, share, group), head_part=slice_)
             for layer in model.layers.values():
                 layer.self_attn.forward = partial(checkpoint, layer.self_attn.forward, use_reentrant=False)
             parallelize_module(model, mesh["tp"], tensor_plan(model, layout))

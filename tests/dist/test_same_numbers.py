@@ -8,7 +8,9 @@ from tests.shapes import small_shape
 ZERO = ("fsdp4-z1", "fsdp2-z1.tp2-sp", "pp2.fsdp2-z1", "dp2.fsdp2-z1", "pp2.fsdp2-z2")
 THREE = ("fsdp3", "pp3", "dp3", "fsdp3-z1", "pp3", "fsdp3-z2")
 TWO = ("dp2", "fsdp2", "tp2", "tp2-sp", "pp2")
-GPT2 = small_shape(family="gpt2", num_key_value_heads=4, vocab_size=62, max_position_embeddings=63)
+GPT2 = small_shape(
+    family="gpt2", num_key_value_heads=4, vocab_size=62, max_position_embeddings=63, attention_dropout=0.2
+)
 TIED = small_shape(
     num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True, qk_norm=True
 )
@@ -46,7 +48,7 @@ def test_a_tied_embedding_with_two_holders_and_norms_of_heads_change_nothing():
     assert losses <= 1e-12
 
 
-def test_biases_and_learned_positions_change_nothing():
+def test_biases_and_learned_positions_and_dropped_attention_change_nothing():
     """GPT-2's form: two ranks in each way to cut it, then the products, with one tensor for embedding and head."""
     tied = replace(GPT2, tie_word_embeddings=True, num_hidden_layers=4, vocab_size=61)
     alone = furthest(Case(tour=TWO, size=2, shape=GPT2))

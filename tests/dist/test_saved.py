@@ -113,6 +113,36 @@ def test_random_streams_come_back(tmp_path):
     assert everywhere(2, work) == [(True, True)] * 2
 
 
+def test_ranks_that_are_new_get_streams_of_their_own_and_the_others_keep_theirs(tmp_path):
+    def draw():
+        return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002 - the process-wide one
+
+    def seed(number):
+        random.seed(number)
+        np.random.seed(number)  # noqa: NPY002
+        torch.manual_seed(number)
+
+    def begin(world):
+        seed(world.rank)
+        loop = Loop(world, {}, layout="dp2", data_parallel="free", saves=Saves(root=tmp_path))
+        loop.sw.save_now()
+        return draw()
+
+    def go_on(world):
+        seed(0)  # as user code does, on all ranks alike
+        loop = Loop(world, {}, layout=f"dp{world.size}", data_parallel="free")
+        loop.sw.load(newest(tmp_path)[0])
+        return draw()
+
+    before = everywhere(2, begin)
+    more, again = everywhere(3, go_on), everywhere(3, go_on)
+
+    assert more[:2] == before
+    assert more == again
+    for stream in zip(*more, strict=True):
+        assert len(set(stream)) == 3
+
+
 def build_plain(mesh, _layout):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynatrain.train import torch_private
 from dynatrain.train.torch_private import (
@@ -30,6 +31,7 @@ from dynatrain.train.torch_private import (
     shard_of,
     share_shard,
     takes_means,
+    without_modes,
 )
 
 SECONDS = timedelta(seconds=10)
@@ -226,6 +228,22 @@ def test_shard_of():
         )
 
     assert everywhere(2, work) == [([1.0, 1.0, 1.0, 2.0, 2.0], True, True)] * 2
+
+
+def test_without_modes():
+    class Seen(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Seen() as seen:
+        with without_modes():
+            torch.ones(2) + 1
+        assert not seen.calls
+        torch.ones(2)
+        assert seen.calls
 
 
 def test_clear_dtensor_caches():

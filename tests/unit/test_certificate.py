@@ -38,7 +38,7 @@ GOOD = Certificate(
         equal=True,
     ),
     bytes=Bytes(moved=60, relaid=40, adopted=8),
-    seconds=Seconds(build=0.1, warm=0.1, quiesce=0.0, move=0.2, check=0.1, commit=0.0, stall=0.3),
+    seconds=Seconds(build=0.1, warm=0.1, quiesce=0.0, move=0.2, check=0.1, compile=0.0, commit=0.0, stall=0.3),
     floor_seconds=0.1,
     peak_bytes=PeakBytes(device={}, host={0: Peak(predicted=10, measured=9), 3: Peak(predicted=10, measured=None)}),
     transport="gloo",

@@ -143,7 +143,13 @@ def test_every_key_says_what_it_is():
 def test_what_is_written_lists_every_value(written):
     config = load_config(
         None,
-        ["--world.size=2", "--model.dropout=0.0", "--optimizer.warmup_steps=3", '--switch=[{step=4, layout="dp2"}]'],
+        [
+            "--world.size=2",
+            "--model.dropout=0.0",
+            "--model.attention_dropout=0.0",
+            "--optimizer.warmup_steps=3",
+            '--switch=[{step=4, layout="dp2"}]',
+        ],
     ).config
 
     loaded = load_config(written(to_toml(config)), [])

@@ -130,7 +130,7 @@ def test_scaled_rotary_embedding_is_refused_by_name_when_the_model_is_to_train()
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ({"attention_dropout": 1.0}, "attention_dropout is 1.0"),
         ({"hidden_size": "64"}, "hidden_size is '64'; int is needed"),
         ({"vocab_size": True}, "vocab_size is True"),
         ({"vocab_size": None}, "vocab_size is missing"),
@@ -153,7 +153,8 @@ def test_a_gpt_2_config_reads_in_its_own_words():
 
     assert (shape.family, shape.hidden_size, shape.intermediate_size, shape.head_dim) == ("gpt2", 64, 256, 16)
     assert (shape.num_hidden_layers, shape.num_key_value_heads, shape.max_position_embeddings) == (2, 4, 128)
-    assert (shape.tie_word_embeddings, shape.dropout) == (True, 0.1)
+    assert (shape.tie_word_embeddings, shape.dropout, shape.attention_dropout) == (True, 0.1, 0.0)
+    assert DecoderShape.from_config(GPT2 | {"attn_pdrop": None}).attention_dropout == 0.1
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,6 @@ def test_a_gpt_2_config_reads_in_its_own_words():
         ({"n_layer": 1.5}, "n_layer is 1.5; int is needed"),
         ({"activation_function": "relu"}, "activation_function 'relu' is not built; only 'gelu_new'"),
         ({"add_cross_attention": True}, "add_cross_attention is not built"),
-        ({"attn_pdrop": None}, "attn_pdrop 0.1 is not built; only 0"),
         ({"embd_pdrop": 0.0}, "embd_pdrop 0.0 beside resid_pdrop 0.1"),
         ({"scale_attn_weights": False}, "scale_attn_weights false"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is not built"),
@@ -178,7 +178,7 @@ def test_a_gpt_2_config_that_would_give_another_model_is_refused_by_name(change,
 
 
 def test_dropout_is_passed_over_by_a_reader_of_tensors_alone():
-    published = GPT2 | {"attn_pdrop": 0.1, "embd_pdrop": 0.2}
+    published = GPT2 | {"embd_pdrop": 0.2}
 
     assert DecoderShape.from_config(published, to_train=False) == DecoderShape.from_config(GPT2)
 
@@ -212,7 +212,7 @@ def test_everything_wrong_with_a_config_is_reported_at_once():
     [
         *PRESETS.values(),
         dataclasses.replace(TINY, qk_norm=True, tie_word_embeddings=True, dropout=0.25, norm_eps=1e-6),
-        dataclasses.replace(PRESETS["gpt2"], tie_word_embeddings=False, dropout=0.25, norm_eps=1e-6),
+        dataclasses.replace(PRESETS["gpt2"], tie_word_embeddings=False, dropout=0.25, attention_dropout=0.5),
     ],
 )
 def test_a_written_config_reads_back_equal(shape, tmp_path):

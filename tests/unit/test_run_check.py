@@ -42,12 +42,28 @@ def test_a_run_of_any_length_has_a_warm_up_that_fits(steps, warmup):
     assert checked(f"--steps={steps}", "--optimizer.warmup_steps=1").config.optimizer.warmup_steps == 1
 
 
+def test_selective_recomputation_of_compiled_blocks_is_refused_with_what_is_near():
+    with pytest.raises(ConfigError, match=r"blocks.recompute = 'selective' .*nearest: 'none' or 'full'"):
+        checked("--blocks.compile=true", "--blocks.recompute=selective")
+
+
+def test_blocks_that_stay_eager_beside_compiled_ones_are_told():
+    flags = ["--layout=tp2", '--switch=[{step=4, layout="fsdp2"}, {step=6, layout="tp2-sp"}]', "--steps=9"]
+
+    assert checked(*flags).notes == ()
+    assert [note.partition(":")[0] for note in checked("--blocks.compile=true", *flags).notes] == [
+        "blocks stay eager in tp2",
+        "blocks stay eager in tp2-sp",
+    ]
+
+
 def test_the_dropout_of_the_model_holds_unless_the_run_sets_one(tmp_path):
     config = PRESETS["tiny"].to_config() | {"resid_pdrop": 0.25}
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     assert checked(f"--model.config={tmp_path}").shape.dropout == 0.25
     assert checked(f"--model.config={tmp_path}", "--model.dropout=0.0").shape.dropout == 0.0
+    assert checked(f"--model.config={tmp_path}", "--model.attention_dropout=0.5").config.model.attention_dropout == 0.5
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from dynatrain.app.ask import ask
@@ -22,6 +22,7 @@ from dynatrain.observe.checkpoints import (
 from dynatrain.observe.run import RunFolder
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.space.presets import resolve_model
+from dynatrain.space.run_check import with_dropout
 
 NEWEST = -1
 """In the place of a step: the newest."""
@@ -80,9 +81,7 @@ def wanted(text: str, step: int = NEWEST) -> Wanted:
             raise MistakeError(f"{path} is step {of_path}, and --step is {step}. Name the run, or leave --step out.")
         step = of_path
     config = config_of(run)
-    shape = resolve_model(config.model.config, to_train=True)
-    if config.model.dropout is not None:
-        shape = replace(shape, dropout=config.model.dropout)
+    shape = with_dropout(resolve_model(config.model.config, to_train=True), config.model)
     return Wanted(run, config, shape, step)
 
 

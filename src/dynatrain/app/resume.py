@@ -12,7 +12,9 @@ from dynatrain.observe.run import RunFolder
 from dynatrain.space.hf_config import ModelError
 from dynatrain.space.presets import resolve_model
 
-FREE = frozenset({"layout", "steps", "device", "world", "switching", "switch", "pipeline", "save", "validation"})
+FREE = frozenset(
+    {"layout", "steps", "device", "world", "switching", "switch", "blocks", "pipeline", "save", "validation"}
+)
 """Settings that may change when a run goes on: none of them changes what is trained on what."""
 
 

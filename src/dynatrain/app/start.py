@@ -75,18 +75,21 @@ def start(
     if place.node > 0:
         return None, agent(RunFolder(path.absolute()))
     if resumed:
-        return resumed.run, _go_on(resumed, agent, quiet=quiet)
+        return resumed.run, _go_on(resumed, checked, agent, quiet=quiet)
     with passing_parents(path):
         run = make(checked, path)
         with _taken_back(run), watch(run, config.steps, quiet=quiet) as announce:
+            for note in checked.notes:
+                announce(note)
             return run, agent(run, announce=announce)
 
 
-def _go_on(resumed: Resumed, agent: Callable[..., int], *, quiet: bool) -> int:
+def _go_on(resumed: Resumed, checked: CheckedRun, agent: Callable[..., int], *, quiet: bool) -> int:
     """Train on; the exit code."""
     steps = resumed.config.steps
     with watch(resumed.run, steps, quiet=quiet) as announce:
-        announce(resumed.note)
+        for note in (resumed.note, *checked.notes):
+            announce(note)
         if resumed.step == steps:
             announce(f"all {steps} steps are trained already; more with --steps=N")
             return 0

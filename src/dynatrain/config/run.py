@@ -32,6 +32,8 @@ class Model(Section):
     """A preset's name, or the path of a Hugging Face config.json or of the folder that has it."""
     dropout: BelowOne | None = None
     """Probability of dropping an element that enters the residual stream; by default what the model's config says."""
+    attention_dropout: BelowOne | None = None
+    """Probability of dropping a probability of attention; by default what the model's config says."""
 
 
 class Data(Section):
@@ -98,6 +100,17 @@ class Precision(Section):
 
     compute: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Type of the computation. Parameters and moments are kept in fp32, with fp64 in fp64."""
+
+
+class Blocks(Section):
+    """How each transformer block is run."""
+
+    recompute: Literal["none", "full", "selective"] = "none"
+    """Activation checkpointing, which saves memory for time: compute a block's forward again in its backward, all of it
+    or all but matrix products and attention."""
+    compile: bool = False
+    """Compile each block with torch.compile, in layouts without tp; experts, dropout and attention over ranks of cp
+    stay as they are."""
 
 
 class Pipeline(Section):
@@ -173,6 +186,7 @@ class RunConfig(Section):
     batch: Batch = Batch()
     optimizer: Optimizer = Optimizer()
     precision: Precision = Precision()
+    blocks: Blocks = Blocks()
     pipeline: Pipeline = Pipeline()
     validation: Validation = Validation()
     switching: Switching = Switching()

@@ -88,6 +88,7 @@ class Seconds:
     quiesce: float | None = None
     move: float | None = None
     check: float | None = None
+    compile: float | None = None
     commit: float | None = None
     stall: float | None = None
 

@@ -1,32 +1,46 @@
 """How attention is done: what a decoder's attention asks for, and the way of one process that holds all tokens.
 
-An :data:`Attend` mixes values; it has no parameters, so one object serves all layers of a part. Under context
+An :class:`Attend` mixes values; it has no parameters, so one object serves all layers of a part. Under context
 parallelism (:mod:`dynatrain.models.context`) a rank calls it with its own tokens and gets theirs mixed.
 
 Legend of shapes: B samples, T tokens of the whole sequence, t those of this rank, N query heads, K key/value heads
 (K divides N; heads n * K // N belong together), D size of a query or key, E size of a value.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""``(q [B, t, N, D], k [B, t, K, D], v [B, t, K, E], documents) -> [B, t, N, E]``: causal, scaled by D ** -0.5.
-
-``documents`` int64 [B, T] is, for every token of the whole sequence, the number of its document's first token; no token
-sees another document. None where a sequence is one document.
-"""
+from dynatrain.models.dropped import Dropped, attend_dropped
 
 
-def attend_whole(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-    """The :data:`Attend` of a process that holds all tokens."""
-    if documents is None:
+class Attend(Protocol):
+    """A way of causal attention, scaled by D ** -0.5."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropped: Dropped | None = None, /
+    ) -> Tensor:
+        """The mixed values [B, t, N, E].
+
+        Args:
+            q: [B, t, N, D].
+            k: [B, t, K, D].
+            v: [B, t, K, E].
+            documents: int64 [B, T], for every token of the whole sequence the number of its document's first token; no
+                token sees another document. None where a sequence is one document.
+            dropped: which probabilities are dropped; None where none are.
+        """
+
+
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropped: Dropped | None = None) -> Tensor:
+    """The :class:`Attend` of a process that holds all tokens."""
+    if documents is None and dropped is None:
         return attend_where(q, k, v, None)
     tokens = torch.arange(q.shape[1], device=q.device)
-    return attend_where(q, k, v, visible(tokens, tokens, documents))
+    seen = visible(tokens, tokens, documents)
+    return attend_where(q, k, v, seen) if dropped is None else attend_dropped(q, k, v, seen, dropped, tokens, tokens)
 
 
 def visible(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
@@ -35,7 +49,7 @@ def visible(queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
     Args:
         queries: numbers of tokens, int64 [q].
         keys: numbers of tokens, int64 [k].
-        documents: as of :data:`Attend`.
+        documents: as of :class:`Attend`.
 
     Returns:
         bool [q, k], or [B, 1, q, k] with documents.

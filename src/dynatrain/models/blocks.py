@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 
-def block_forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+def block_forward(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One block's ``out`` [B, K, G, q, E] and ``lse`` [B, K, G, q].
 
     Args:
@@ -28,15 +30,23 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> tuple
         k: keys [B, K, k, D].
         v: values [B, K, k, E].
         seen: bool, of a shape that expands to [B, K, G, q, k]; None where every query sees every key.
+        factors: what drops probabilities, [B, K, G, q, k]: see :mod:`dynatrain.models.dropped`; None drops nothing.
     """
     scores = _scores(q, k, seen)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - _finite(lse)[..., None])
-    return _times(weights, v), lse
+    return _times(weights if factors is None else weights.mul_(factors), v), lse
 
 
 def block_backward(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, lse: Tensor, d_out: Tensor, delta: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None,
+    lse: Tensor,
+    d_out: Tensor,
+    delta: Tensor,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One block's gradients of q, k and v.
 
@@ -48,10 +58,25 @@ def block_backward(
         lse: over all keys of all blocks.
         d_out: gradient of the merged result [B, K, G, q, E].
         delta: [B, K, G, q].
+        factors: as of :func:`block_forward`.
     """
     weights = torch.exp(_scores(q, k, seen) - lse[..., None])
-    d_scores = weights * (_times(d_out, v.mT) - delta[..., None])
-    return _times(d_scores, k), _summed(d_scores, q), _summed(weights, d_out)
+    d_weights = _times(d_out, v.mT)
+    used = weights
+    if factors is not None:
+        d_weights, used = d_weights.mul_(factors), weights * factors
+    d_scores = weights * (d_weights - delta[..., None])
+    return _times(d_scores, k), _summed(d_scores, q), _summed(used, d_out)
+
+
+def grouped(x: Tensor, heads: int) -> Tensor:
+    """[B, t, N, D] -> [B, K, G, t, D] for K heads of keys."""
+    return x.transpose(1, 2).unflatten(1, (heads, -1))
+
+
+def ungrouped(x: Tensor) -> Tensor:
+    """[B, K, G, t, D] -> [B, t, N, D]."""
+    return x.flatten(1, 2).transpose(1, 2)
 
 
 def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:

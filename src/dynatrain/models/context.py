@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynatrain.models.attend import Attend, attend_where, attend_whole, visible
+from dynatrain.models.dropped import Dropped, attend_dropped
 from dynatrain.models.ring import RingAttention
 from dynatrain.models.share import TokenShare
 
@@ -44,7 +45,9 @@ class GatheredAttention:
     share: TokenShare
     group: dist.ProcessGroup
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropped: Dropped | None = None
+    ) -> Tensor:
         """As of ``Attend``. Each of the two chunks of queries is given the keys up to its own end."""
         tokens = q.shape[1] * self.share.parts
         gathered = _Gather.apply(torch.cat((k, v), dim=-1), self.group)
@@ -54,8 +57,9 @@ class GatheredAttention:
         mixed = []
         for half, chunk in enumerate(self.share.chunks(self.share.part)):
             rows, end = slice(half * size, (half + 1) * size), (chunk + 1) * size
-            seen = visible(mine[rows], torch.arange(end, device=q.device), documents)
-            mixed.append(attend_where(q[:, rows], keys[:, :end], values[:, :end], seen))
+            numbers = mine[rows], torch.arange(end, device=q.device)
+            some = q[:, rows], keys[:, :end], values[:, :end], visible(*numbers, documents)
+            mixed.append(attend_where(*some) if dropped is None else attend_dropped(*some, dropped, *numbers))
         return torch.cat(mixed, dim=1)
 
 
@@ -70,7 +74,9 @@ class UlyssesAttention:
     share: TokenShare
     group: dist.ProcessGroup
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropped: Dropped | None = None
+    ) -> Tensor:
         """As of ``Attend``.
 
         Raises:
@@ -90,7 +96,8 @@ class UlyssesAttention:
         whole = _in_order(_Exchange.apply(torch.cat(cut, dim=-1), self.group), self.share)
         shares = whole.split([x.shape[-1] for x in cut], dim=-1)
         q, k, v = (mine.unflatten(2, (-1, x.shape[3])) for mine, x in zip(shares, (q, k, v), strict=True))
-        return self._back(attend_whole(q, k, v, documents))
+        mine = None if dropped is None else dropped.of_heads(self.share.part * q.shape[2])
+        return self._back(attend_whole(q, k, v, documents, mine))
 
     def _back(self, mixed: Tensor) -> Tensor:
         """[B, T, N / P, E], this rank's heads -> [B, t, N, E], this rank's tokens."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynatrain.models.attend import Attend, attend_whole
+from dynatrain.models.dropped import AttentionDropout
 from dynatrain.models.experts import MixtureOfExperts
 from dynatrain.models.keyed import KeyedDropout, KeyedStream
 from dynatrain.models.latent import LatentAttention
@@ -55,15 +56,20 @@ class Rotary:
 
     def _tables(self, tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, 1, D]; the last ones asked for are kept, since every layer asks for the same."""
+        if torch.compiler.is_compiling():
+            return self._made(tokens, device, dtype)
         wanted = (tokens, device, dtype)
         if self._kept is None or self._kept[0] != wanted:
             with torch.inference_mode(mode=False):  # kept tables outlive a validation pass and must allow autograd
-                even = torch.arange(0, self._head_dim, 2, device=device, dtype=torch.float64)
-                rates = self._theta ** (-even / self._head_dim)
-                positions = torch.arange(tokens, device=device, dtype=torch.float64)
-                angles = (positions[:, None] * rates).repeat(1, 2)[:, None]
-                self._kept = (wanted, (angles.cos().to(dtype), angles.sin().to(dtype)))
+                self._kept = (wanted, self._made(tokens, device, dtype))
         return self._kept[1]
+
+    def _made(self, tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        even = torch.arange(0, self._head_dim, 2, device=device, dtype=torch.float64)
+        rates = self._theta ** (-even / self._head_dim)
+        positions = torch.arange(tokens, device=device, dtype=torch.float64)
+        angles = (positions[:, None] * rates).repeat(1, 2)[:, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def _norm(shape: DecoderShape, width: int) -> nn.Module:
@@ -79,11 +85,12 @@ def _linear(shape: DecoderShape, inputs: int, outputs: int) -> nn.Linear:
 class Attention(nn.Module):
     """Causal grouped-query attention, with optional norms of queries and keys per head."""
 
-    def __init__(self, shape: DecoderShape, rotary: Rotary | None, attend: Attend) -> None:
+    def __init__(self, shape: DecoderShape, rotary: Rotary | None, attend: Attend, drop: AttentionDropout) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         self.rotary = rotary
         self.attend = attend
+        self.drop = drop
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
         self.q_proj = _linear(shape, shape.hidden_size, queries)
         self.k_proj = _linear(shape, shape.hidden_size, keys)
@@ -95,15 +102,15 @@ class Attention(nn.Module):
         else:
             self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        """[B, T, H] -> [B, T, H], all tokens that this rank attends from; ``documents`` as of ``Attend``."""
+    def forward(self, x: Tensor, samples: Tensor, documents: Tensor | None = None) -> Tensor:
+        """[B, T, H] -> [B, T, H], all tokens that this rank attends from; as of ``DecoderLayer``."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(q, documents), self.rotary(k, documents)
-        return self.o_proj(self.attend(q, k, v, documents).flatten(2))
+        return self.o_proj(self.attend(q, k, v, documents, self.drop(samples, q.shape[2])).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -133,8 +140,8 @@ class GeluFeedForward(nn.Module):
         return self.down_proj(functional.gelu(self.up_proj(x), approximate="tanh"))
 
 
-def _attention(shape: DecoderShape, rotary: Rotary | None, attend: Attend) -> nn.Module:
-    return Attention(shape, rotary, attend) if shape.latent is None else LatentAttention(shape, rotary, attend)
+def _attention(shape: DecoderShape, rotary: Rotary | None, attend: Attend, drop: AttentionDropout) -> nn.Module:
+    return (Attention if shape.latent is None else LatentAttention)(shape, rotary, attend, drop)
 
 
 def _mlp(shape: DecoderShape, layer: int, streams: KeyedStream) -> nn.Module:
@@ -154,15 +161,17 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = _norm(shape, shape.hidden_size)
-        self.self_attn = _attention(shape, rotary, attend)
-        self.self_attn_dropout = KeyedDropout(shape.dropout, f"layers.{layer}.self_attn", streams)
+        place = f"layers.{layer}.self_attn"
+        drop = AttentionDropout(shape.attention_dropout, f"{place}.probabilities", streams)
+        self.self_attn = _attention(shape, rotary, attend, drop)
+        self.self_attn_dropout = KeyedDropout(shape.dropout, place, streams)
         self.post_attention_layernorm = _norm(shape, shape.hidden_size)
         self.mlp = _mlp(shape, layer, streams)
         self.mlp_dropout = KeyedDropout(shape.dropout, f"layers.{layer}.mlp", streams)
 
     def forward(self, x: Tensor, samples: Tensor, documents: Tensor | None = None) -> Tensor:
         """[B, T, H] -> [B, T, H]; ``samples`` [B] are global sample numbers, ``documents`` as of ``Attend``."""
-        mixed = self.self_attn(self.input_layernorm(x), documents=documents)
+        mixed = self.self_attn(self.input_layernorm(x), samples=samples, documents=documents)
         x = x + self.self_attn_dropout(mixed, samples)
         y = self.post_attention_layernorm(x)
         y = self.mlp(y, samples) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y)

@@ -10,6 +10,8 @@ The formula is the specification (the tests' oracle states it a second time), al
     low, high = the two words of blake2b("seed/step/place", 8 bytes), little endian
     row       = mix(mix(sample ^ low) ^ token ^ high)
     word      = mix(row ^ mix(feature + 0x9E3779B9))
+              of a probability of attention, with its query and key as token and feature:
+              mix(mix(mix(sample ^ low) ^ head ^ high) ^ query)
     kept      where  word ^ 0x80000000  >=  floor(p * 2**32);  kept elements are multiplied by 1 / (1 - p)
 """
 
@@ -36,6 +38,7 @@ class KeyedStream:
         step: the step being computed; the loop sets it before each step.
         share: which tokens of each sequence this rank holds.
         token_weight: by how much one token's loss counts in what is differentiated: 1 / tokens of the global batch.
+        head_part: this rank's number among those that have a part of each layer's heads each.
         counting: whether routers count what they see: not while a part is run to learn the shapes of its outputs.
     """
 
@@ -43,6 +46,7 @@ class KeyedStream:
     step: int = 0
     share: TokenShare = field(default_factory=TokenShare)
     token_weight: float = 1.0
+    head_part: int = 0
     counting: bool = True
 
 
@@ -89,13 +93,32 @@ def keep_mask(
     stream: KeyedStream, place: str, p: float, *, samples: Tensor, tokens: Tensor, features: Tensor
 ) -> Tensor:
     """Which elements stay, bool ``[samples, tokens, features]``, for any global numbers (int64, below 2^32)."""
-    low, high = _key(stream, place)
+    low, high = place_key(stream, place)
     rows = _mix(_mix(samples[:, None] ^ low) ^ tokens ^ high).flatten()
     columns = _mix(features + _GOLDEN & 0xFFFFFFFF)
     return _kept(_int32(rows), _int32(columns), int(p * 2**32) - 2**31).view(len(samples), len(tokens), len(features))
 
 
-def _key(stream: KeyedStream, place: str) -> tuple[int, int]:
+def keep_pairs(
+    key: tuple[int, int], p: float, *, samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor
+) -> Tensor:
+    """Which probabilities of attention stay, bool ``[samples, heads, queries, keys]``, for any global numbers.
+
+    Args:
+        key: of a place, as :func:`place_key` gives it.
+        p: share that is dropped.
+        samples: int64, as of :func:`keep_mask`; so are the others.
+        heads: of queries.
+        queries: tokens.
+        keys: tokens.
+    """
+    low, high = key
+    rows = _mix(_mix(_mix(samples[:, None] ^ low) ^ heads ^ high)[..., None] ^ queries)
+    columns = _mix(keys + _GOLDEN & 0xFFFFFFFF)
+    return _kept(_int32(rows.flatten()), _int32(columns), int(p * 2**32) - 2**31).view(*rows.shape, len(keys))
+
+
+def place_key(stream: KeyedStream, place: str) -> tuple[int, int]:
     """The two unsigned 32-bit key words of a place at the stream's step."""
     text = f"{stream.seed}/{stream.step}/{place}".encode()
     word = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dynatrain.models.attend import Attend
+from dynatrain.models.dropped import AttentionDropout
 from dynatrain.space.decoder import DecoderShape
 
 _NORM_EPS = 1e-6
@@ -25,15 +26,23 @@ class LatentAttention(nn.Module):
         shape: with ``latent``.
         rotary: turns [B, T, heads, r], given the documents; the two elements of a pair lie r/2 apart.
         attend: mixes the values.
+        drop: what of it is dropped.
     """
 
-    def __init__(self, shape: DecoderShape, rotary: Callable[[Tensor, Tensor | None], Tensor], attend: Attend) -> None:
+    def __init__(
+        self,
+        shape: DecoderShape,
+        rotary: Callable[[Tensor, Tensor | None], Tensor],
+        attend: Attend,
+        drop: AttentionDropout,
+    ) -> None:
         super().__init__()
         assert shape.latent is not None
         sizes = self.sizes = shape.latent
         heads, hidden = shape.num_attention_heads, shape.hidden_size
         self.rotary = rotary
         self.attend = attend
+        self.drop = drop
         self.q_a_proj = nn.Linear(hidden, sizes.q_lora_rank, bias=False)
         self.q_a_layernorm = nn.RMSNorm(sizes.q_lora_rank, eps=_NORM_EPS)
         self.q_b_proj = nn.Linear(sizes.q_lora_rank, heads * sizes.head_dim, bias=False)
@@ -43,9 +52,10 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = nn.Linear(sizes.kv_lora_rank, heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * sizes.v_head_dim, hidden, bias=False)
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
-        """[B, T, H] -> [B, T, H]; T are the tokens that this rank attends from, ``documents`` as of ``Attend``."""
-        return self.o_proj(self.attend(*self._heads(x, documents), documents).flatten(2))
+    def forward(self, x: Tensor, samples: Tensor, documents: Tensor | None = None) -> Tensor:
+        """[B, T, H] -> [B, T, H], all tokens that this rank attends from; as of ``DecoderLayer``."""
+        q, k, v = self._heads(x, documents)
+        return self.o_proj(self.attend(q, k, v, documents, self.drop(samples, q.shape[2])).flatten(2))
 
     def _heads(self, x: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, T, N, n + r], values [B, T, N, v]."""

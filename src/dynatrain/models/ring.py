@@ -22,11 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dynatrain.models.attend import visible
-from dynatrain.models.blocks import block_backward, block_forward, merge_into
+from dynatrain.models.blocks import block_backward, block_forward, grouped, merge_into, ungrouped
+from dynatrain.models.dropped import ROWS, Dropped
 from dynatrain.models.share import TokenShare
-
-_ROWS = 512
-"""Queries of one block: what bounds the memory of its scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +34,11 @@ class RingAttention:
     share: TokenShare
     group: dist.ProcessGroup
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropped: Dropped | None = None
+    ) -> Tensor:
         """As of ``Attend``."""
-        return _Ring.apply(q, k, v, documents, self.share, self.group)
+        return _Ring.apply(q, k, v, documents, dropped, self.share, self.group)
 
 
 class _Ring(torch.autograd.Function):
@@ -49,22 +49,23 @@ class _Ring(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         documents: Tensor | None,
+        dropped: Dropped | None,
         share: TokenShare,
         group: dist.ProcessGroup,
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        rows = _grouped(q, k.shape[2]).to(wide) * q.shape[-1] ** -0.5
+        rows = grouped(q, k.shape[2]).to(wide) * q.shape[-1] ** -0.5
         both = torch.cat((k, v), dim=-1).transpose(1, 2).contiguous()
         out = rows.new_zeros(*rows.shape[:-1], v.shape[-1])
         lse = rows.new_full(rows.shape[:-1], float("-inf"))
         for part, passing in _round(both, group):
             keys, values = passing.to(wide).split((k.shape[-1], v.shape[-1]), dim=-1)
-            for at, of, seen in _blocks(share, part, documents, q.shape[1], q.device):
-                found = block_forward(rows[..., at, :], keys[..., of, :], values[..., of, :], seen)
+            for at, of, *masks in _blocks(share, part, documents, dropped, rows):
+                found = block_forward(rows[..., at, :], keys[..., of, :], values[..., of, :], *masks)
                 merge_into(out[..., at, :], lse[..., at], *found)
-        mixed = out.flatten(1, 2).transpose(1, 2).to(q.dtype)
+        mixed = ungrouped(out).to(q.dtype)
         ctx.save_for_backward(q, both, mixed, lse)
-        ctx.documents, ctx.share, ctx.group, ctx.sizes = documents, share, group, (k.shape[-1], v.shape[-1])
+        ctx.masks, ctx.share, ctx.group, ctx.sizes = (documents, dropped), share, group, (k.shape[-1], v.shape[-1])
         return mixed
 
     @staticmethod
@@ -72,8 +73,8 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, d_mixed: Tensor) -> tuple[Tensor | None, ...]:
         q, both, mixed, lse = ctx.saved_tensors
         scale, heads = q.shape[-1] ** -0.5, both.shape[1]
-        rows = _grouped(q, heads).to(lse.dtype) * scale
-        d_out, out = (_grouped(x, heads).to(lse.dtype) for x in (d_mixed, mixed))
+        rows = grouped(q, heads).to(lse.dtype) * scale
+        d_out, out = (grouped(x, heads).to(lse.dtype) for x in (d_mixed, mixed))
         delta = (d_out * out).sum(-1)
         d_rows = torch.zeros_like(rows)
         on_its_way: _Message | None = None
@@ -81,9 +82,9 @@ class _Ring(torch.autograd.Function):
             keys, values = passing.to(lse.dtype).split(ctx.sizes, dim=-1)
             d_both = torch.zeros_like(passing, dtype=lse.dtype)
             d_keys, d_values = d_both.split(ctx.sizes, dim=-1)
-            for at, of, seen in _blocks(ctx.share, part, ctx.documents, q.shape[1], q.device):
+            for at, of, seen, factors in _blocks(ctx.share, part, *ctx.masks, rows):
                 block = (rows[..., at, :], keys[..., of, :], values[..., of, :], seen)
-                found = block_backward(*block, lse[..., at], d_out[..., at, :], delta[..., at])
+                found = block_backward(*block, lse[..., at], d_out[..., at, :], delta[..., at], factors)
                 for total, share in zip(
                     (d_rows[..., at, :], d_keys[..., of, :], d_values[..., of, :]), found, strict=True
                 ):
@@ -93,38 +94,38 @@ class _Ring(torch.autograd.Function):
             on_its_way = _Message(d_both, ctx.group)
         assert on_its_way is not None
         d_k, d_v = on_its_way.received().transpose(1, 2).to(both.dtype).split(ctx.sizes, dim=-1)
-        d_q = (d_rows * scale).flatten(1, 2).transpose(1, 2).to(q.dtype)
-        return d_q, d_k, d_v, None, None, None
-
-
-def _grouped(x: Tensor, heads: int) -> Tensor:
-    """[B, t, N, D] -> [B, K, G, t, D] for K heads of keys."""
-    return x.transpose(1, 2).unflatten(1, (heads, -1))
+        d_q = ungrouped(d_rows * scale).to(q.dtype)
+        return d_q, d_k, d_v, None, None, None, None
 
 
 def _blocks(
-    share: TokenShare, part: int, documents: Tensor | None, local: int, device: torch.device
-) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    share: TokenShare, part: int, documents: Tensor | None, dropped: Dropped | None, rows: Tensor
+) -> Iterator[tuple[slice, slice, Tensor | None, Tensor | None]]:
     """The blocks of this rank's queries and of a part's keys of which something may be seen.
 
     Yields:
-        ``(queries, keys, seen)``: ranges of the ``local`` tokens on either side, and which keys each query sees as of
-        ``visible``; None where it is all of them.
+        ``(queries, keys, seen, factors)``: ranges of the tokens on either side, which keys each query sees as of
+        ``visible``, None where it is all of them, and what is dropped, as of ``block_forward``.
     """
+    heads, local = rows.shape[1:3], rows.shape[3]
     size = local // 2
-    mine, theirs = (share.attended(local * share.parts, of, device) for of in (share.part, part))
+    mine, theirs = (share.attended(local * share.parts, of, rows.device) for of in (share.part, part))
     for half, chunk in enumerate(share.chunks(share.part)):
         for other_half, other in enumerate(share.chunks(part)):
             if other > chunk:
                 continue
             first = other_half * size
-            for start in range(half * size, (half + 1) * size, _ROWS):
-                at = slice(start, min(start + _ROWS, (half + 1) * size))
+            for start in range(half * size, (half + 1) * size, ROWS):
+                at = slice(start, min(start + ROWS, (half + 1) * size))
                 of = slice(first, first + (size if other < chunk else at.stop - half * size))
                 all_seen = documents is None and other < chunk
                 seen = None if all_seen else visible(mine[at], theirs[of], documents)
                 # Behind the samples' dim come those of the heads.
-                yield at, of, seen if seen is None or documents is None else seen[:, :, None]
+                seen = seen if seen is None or documents is None else seen[:, :, None]
+                factors = None
+                if dropped is not None:
+                    factors = dropped.factors(heads.numel(), mine[at], theirs[of], rows.dtype).unflatten(1, heads)
+                yield at, of, seen, factors
 
 
 def _round(x: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:

@@ -41,6 +41,7 @@ class DecoderShape:
         qk_norm: RMS norm over each query and key head.
         max_position_embeddings: longest sequence, in tokens.
         dropout: probability with which an element that enters the residual stream is dropped.
+        attention_dropout: probability with which a probability of attention is dropped.
         family: ``llama``: RMS norms, rotary embedding, SwiGLU, no biases (Qwen3 too, with ``qk_norm``); ``gpt2``: layer
             norms, learned positions, GELU by its tanh formula, a bias in every norm and linear layer but the head.
         experts: what stands in place of the MLP (``llama``); None for a dense model.
@@ -60,6 +61,7 @@ class DecoderShape:
     qk_norm: bool = False
     max_position_embeddings: int = 2048
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     family: str = LLAMA
     experts: Experts | None = None
     latent: Latent | None = None
@@ -71,8 +73,11 @@ class DecoderShape:
             problems.append(f"num_key_value_heads must divide num_attention_heads: {pair}")
         problems += self._family_problems() + self._block_problems()
         problems += [f"{name} is {getattr(self, name)}; above 0" for name in _REALS if not getattr(self, name) > 0]
-        if not 0 <= self.dropout < 1:
-            problems.append(f"dropout is {self.dropout}; from 0 up to, but not, 1")
+        problems += [
+            f"{name} is {getattr(self, name)}; from 0 up to, but not, 1"
+            for name in ("dropout", "attention_dropout")
+            if not 0 <= getattr(self, name) < 1
+        ]
         if problems:
             raise ModelError("a decoder of this shape cannot be built", tuple(problems))
 

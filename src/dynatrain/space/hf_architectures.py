@@ -18,7 +18,6 @@ class Architecture:
         required: fields that the file must give.
         defaults: fields where the file does not say: of the architecture's own configuration class.
         activation: key of the activation, and what may stand there.
-        attention_dropout: its key, and its value where the file does not say.
         only: keys of which one value is built, which a written file says; another would give other tensors.
         also: another spelling of a key -> the key.
         said: what a written file says besides.
@@ -31,7 +30,6 @@ class Architecture:
     required: tuple[str, ...]
     defaults: Config
     activation: tuple[str, tuple[str, ...]]
-    attention_dropout: tuple[str, float]
     said: Config
     only: Config = field(default_factory=dict)
     also: dict[str, str] = field(default_factory=dict)
@@ -67,13 +65,19 @@ _LLAMA_KEYS = {
     "norm_eps": "rms_norm_eps",
     # Hugging Face has no residual dropout for these architectures; GPT-2's name for it is the known one.
     "dropout": "resid_pdrop",
+    "attention_dropout": "attention_dropout",
 }
 _LLAMA_LIKE: Config = {
     "activation": ("hidden_act", ("silu",)),
-    "attention_dropout": ("attention_dropout", 0.0),
     "said": {"attention_bias": False},
 }
-_LLAMA_DEFAULTS: Config = {"tie_word_embeddings": False, "norm_eps": 1e-6, "rope_theta": 10000.0, "dropout": 0.0}
+_LLAMA_DEFAULTS: Config = {
+    "tie_word_embeddings": False,
+    "norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
 
 ARCHITECTURES = (
     Architecture(
@@ -161,7 +165,6 @@ ARCHITECTURES = (
         },
         only={"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         activation=("hidden_act", ("silu",)),
-        attention_dropout=("attention_dropout", 0.0),
         said={"attention_bias": False, "rope_interleave": True},
     ),
     Architecture(
@@ -178,12 +181,18 @@ ARCHITECTURES = (
             "norm_eps": "layer_norm_epsilon",
             "max_position_embeddings": "n_positions",
             "dropout": "resid_pdrop",
+            "attention_dropout": "attn_pdrop",
         },
         required=("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
-        defaults={"tie_word_embeddings": True, "norm_eps": 1e-5, "max_position_embeddings": 1024, "dropout": 0.1},
+        defaults={
+            "tie_word_embeddings": True,
+            "norm_eps": 1e-5,
+            "max_position_embeddings": 1024,
+            "dropout": 0.1,
+            "attention_dropout": 0.1,
+        },
         activation=("activation_function", ("gelu_new", "gelu_pytorch_tanh")),
-        attention_dropout=("attn_pdrop", 0.1),
-        said={"attn_pdrop": 0.0},
+        said={},
     ),
 )
 """All that are built."""

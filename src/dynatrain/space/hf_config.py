@@ -35,7 +35,7 @@ _OF_KIND: dict[str, tuple[type, ...]] = {
     **dict.fromkeys((*SIZES_OF_EXPERTS, *SIZES_OF_LATENTS), (int,)),
     **dict.fromkeys(("experts.n_shared_experts", "experts.first_k_dense_replace"), (int,)),
     **dict.fromkeys(("experts.n_group", "experts.topk_group"), (int,)),
-    **dict.fromkeys(("norm_eps", "rope_theta", "dropout"), (int, float)),
+    **dict.fromkeys(("norm_eps", "rope_theta", "dropout", "attention_dropout"), (int, float)),
     **dict.fromkeys(("experts.routed_scaling_factor", "experts.router_aux_loss_coef"), (int, float)),
     **dict.fromkeys(("tie_word_embeddings", "experts.norm_topk_prob"), (bool,)),
 }
@@ -184,9 +184,6 @@ def _changes_computation(given: Config, architecture: Architecture) -> list[str]
         found.append("rope_interleave false is not built; only true")
     if not given.get("scale_attn_weights", True):
         found.append("scale_attn_weights false is not built; only true")
-    key, usual = architecture.attention_dropout
-    if dropped := given.get(key, usual):
-        found.append(f"{key} {dropped} is not built; only 0, which config.json has to say")
     if architecture.model_type == "gpt2":
         usual = architecture.defaults["dropout"]
         embedding, residual = (given.get(key, usual) for key in ("embd_pdrop", "resid_pdrop"))

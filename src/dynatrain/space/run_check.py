@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dynatrain.config.errors import ConfigError
 from dynatrain.config.own import TOKENIZER
-from dynatrain.config.run import RunConfig
+from dynatrain.config.run import Model, RunConfig
 from dynatrain.data.corpus import already_tokenised
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
@@ -46,6 +46,13 @@ class CheckedRun:
     switches: tuple[tuple[int, Layout], ...]
     num_microbatches: int
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For people, at the start: what is other than asked for in some layouts."""
+        layouts = (self.layout, *(layout for _, layout in self.switches)) if self.config.blocks.compile else ()
+        cut = dict.fromkeys(print_layout(layout) for layout in layouts if layout.size("tp") > 1)
+        return tuple(f"blocks stay eager in {text}: torch.compile does not take what tp cuts" for text in cut)
+
 
 def check_run(config: RunConfig) -> CheckedRun:
     """Judge the whole of a configuration.
@@ -54,6 +61,7 @@ def check_run(config: RunConfig) -> CheckedRun:
         ConfigError: with everything that is wrong, the rule and the nearest legal choice each.
     """
     problems = [*_batch_problems(config), *_schedule_problems(config), *_validation_problems(config)]
+    problems += _blocks_problems(config)
     shape = _shape(config, problems)
     texts = {"layout": config.layout}
     texts |= {f"switch.{i}.layout": switch.layout for i, switch in enumerate(config.switch)}
@@ -81,7 +89,16 @@ def _shape(config: RunConfig, problems: list[str]) -> DecoderShape | None:
     except ModelError as error:
         problems.append(f"model.config: {error}")
         return None
-    return shape if config.model.dropout is None else dataclasses.replace(shape, dropout=config.model.dropout)
+    return with_dropout(shape, config.model)
+
+
+def with_dropout(shape: DecoderShape, asked: Model) -> DecoderShape:
+    """The model's shape with the rates of dropout that a run sets."""
+    return dataclasses.replace(
+        shape,
+        dropout=shape.dropout if asked.dropout is None else asked.dropout,
+        attention_dropout=shape.attention_dropout if asked.attention_dropout is None else asked.attention_dropout,
+    )
 
 
 def _parsed(key: str, text: str, problems: list[str]) -> Layout | None:
@@ -140,6 +157,13 @@ def _validation_problems(config: RunConfig) -> list[str]:
     return [f"{seen}; nearest: data.validation = 0.05, or validation.every = 0"]
 
 
+def _blocks_problems(config: RunConfig) -> list[str]:
+    if not config.blocks.compile or config.blocks.recompute != "selective":
+        return []
+    seen = "blocks.recompute = 'selective' beside blocks.compile = true"
+    return [f"{seen}: of a compiled block the compiler itself chooses what is kept; nearest: 'none' or 'full'"]
+
+
 def _data_problems(config: RunConfig, shape: DecoderShape) -> list[str]:
     problems = [] if already_tokenised(config.data.paths) else _tokenizer_problems(config, shape)
     if config.data.sequence > shape.max_position_embeddings:
@@ -180,7 +204,9 @@ def _filled(config: RunConfig, shape: DecoderShape, layouts: list[Layout]) -> Ru
         update={
             "layout": first,
             "world": config.world.model_copy(update={"size": layouts[0].world_size}),
-            "model": config.model.model_copy(update={"dropout": shape.dropout}),
+            "model": config.model.model_copy(
+                update={"dropout": shape.dropout, "attention_dropout": shape.attention_dropout}
+            ),
             "optimizer": config.optimizer.model_copy(update={"warmup_steps": _warmup(config)}),
             "switch": tuple(
                 switch.model_copy(update={"layout": text}) for switch, text in zip(config.switch, later, strict=True)

@@ -29,7 +29,9 @@ from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError, obj
 from dynatrain.train.blueprint import Blueprint, draw
 from dynatrain.train.channel import Channel
 from dynatrain.train.check import Check
+from dynatrain.train.compiled import compile_seconds
 from dynatrain.train.copies import settle_copies
+from dynatrain.train.equal import require_equal
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import (
     Shared,
@@ -52,7 +54,7 @@ from dynatrain.train.install import (
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.proof import Proof
-from dynatrain.train.registered import common, require_equal
+from dynatrain.train.registered import common
 from dynatrain.train.saved import Saved
 from dynatrain.train.streams import Streams
 from dynatrain.train.world import World
@@ -96,6 +98,7 @@ class Attempt:
     _object_states: dict[str, Any] | None = None
     _old_leaves: dict[str, torch.Tensor] = field(default_factory=dict)
     _streams: Streams | None = None
+    _compiled: float = 0.0
     _thread: threading.Thread | None = None
     _check: Check | None = None
 
@@ -252,6 +255,7 @@ class Attempt:
     def start_check(self) -> None:
         """Begin to compare full digests, before against after, in a thread."""
         self._streams = Streams.read(self.party.device)
+        self._compiled = compile_seconds()
         assert self.new is not None
         self._check = Check(self._channel, self._proved, self._saved, keeps_old=not self._tight)
         self._check.start(self._old_pieces, self.new)
@@ -276,6 +280,7 @@ class Attempt:
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection or objection_of(problem)
         try:
+            self.seconds["compile"] = compile_seconds() - self._compiled
             facts = {"seconds": self.seconds, "peak": self.party.memory.peak, "staging": self._staging}
             told = self._channel.ask("commit", facts, objection)
         except SwitchAbortedError as abort:

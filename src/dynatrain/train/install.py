@@ -17,6 +17,8 @@ from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.adopt import adopt, shard_like
 from dynatrain.train.agreement import SwitchAbortedError, exchange
+from dynatrain.train.equal import require_equal
+from dynatrain.train.extra_state import check_extra_states, extra_states, give_extra_states
 from dynatrain.train.groups import GroupPool, building
 from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
 from dynatrain.train.live import (
@@ -31,7 +33,7 @@ from dynatrain.train.live import (
 )
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.party import Party
-from dynatrain.train.registered import check_holders, common, require_equal, snapshot
+from dynatrain.train.registered import check_holders, common, snapshot
 from dynatrain.train.retire import retire
 from dynatrain.train.segments import SegmentError, local_shape
 from dynatrain.train.states import Form, Leaf, UnknownStateError, forms, replace_leaves
@@ -129,13 +131,14 @@ def _merged(told: list[Any]) -> dict[str, Form]:
 
 
 def check_carried(world: World, target: Layout) -> None:
-    """Refuse a switch that would leave something behind: an unregistered scheduler, a hook.
+    """Refuse a switch that would leave something behind: an unregistered scheduler, extra state, a hook.
 
     Raises:
         UnknownStateError, UnknownHookError: by name.
     """
     check_holders(world)
     staged = max(world.layout.size("pp"), target.size("pp")) > 1
+    check_extra_states(world.parts, staged=staged)
     check_hooks(world.parts, world.optimizer, world.found, world.built_hooks, staged=staged)
 
 
@@ -220,6 +223,7 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     new.forms = old.forms
     _bind_optimizer(old, new, by_name)
     carry_hooks(old, new)
+    give_extra_states(new.parts, extra_states(old.parts))
     _bind_objects(party, old, new, by_name)
 
 

@@ -14,6 +14,7 @@ from dynatrain.plan.shelves import reads
 from dynatrain.space.box import volume, whole
 from dynatrain.space.tensor import Catalogue, values_of
 from dynatrain.train.agreement import exchange, objection_of
+from dynatrain.train.extra_state import extra_states, give_extra_states
 from dynatrain.train.keys import STATE, flat, granule_path, streams_path
 from dynatrain.train.party import Party
 from dynatrain.train.states import Leaf, replace_leaves
@@ -105,8 +106,16 @@ class _Found:
             for key in group.keys() - set(kept):
                 if (saved := flat(("optim", "param_groups", number, key))) in self._folder.objects:
                     group[key] = self._folder.read(saved)
-        if (streams := flat(streams_path(party.rank))) in self._folder.objects:
-            Streams.of(self._folder.read(streams)).restore(party.device)
+        give_extra_states(world.parts, self._account.get("extra", {}))
+        self._restore_streams()
+
+    def _restore_streams(self) -> None:
+        rank, device = self._party.rank, self._party.device
+        mine, first = (flat(streams_path(number)) for number in (rank, 0))
+        if mine in self._folder.objects:
+            Streams.of(self._folder.read(mine)).restore(device)
+        elif first in self._folder.objects:
+            Streams.of(self._folder.read(first)).of_new_rank(rank, self.step).restore(device)
 
     def _match_objects(self) -> None:
         if self._account is None:
@@ -114,6 +123,9 @@ class _Found:
         saved, here = self._account["objects"].keys(), self._world.objects.keys()
         problems = [f"it has {label}, which is not registered here" for label in sorted(saved - here)]
         problems += [f"it has no {label}, which is registered here" for label in sorted(here - saved)]
+        saved, here = self._account.get("extra", {}).keys(), extra_states(self._world.parts).keys()
+        problems += [f"it has extra state of {name}, which no module here has" for name in sorted(saved - here)]
+        problems += [f"it has no extra state of {name}" for name in sorted(here - saved)]
         groups = {key.split(".")[2] for key in self._folder.objects if key.startswith("optim.param_groups.")}
         if len(groups) != len(self._world.optimizer.param_groups):
             problems.append(

@@ -29,9 +29,11 @@ from dynatrain.models.experts import MixtureOfExperts
 from dynatrain.models.keyed import KeyedStream
 from dynatrain.models.share import TokenShare
 from dynatrain.space.decoder import GPT2, DecoderShape
+from dynatrain.train.compiled import compile_blocks
 from dynatrain.train.expert_parallel import Shared, deal_out, expert_plan, shard_experts
 from dynatrain.train.groups import context_group
 from dynatrain.train.head_copies import copy_heads
+from dynatrain.train.recompute import recompute_blocks
 from dynatrain.train.reduction import TreeReduceScatter, tree_all_reduce
 from dynatrain.train.step import shared_tokens
 from dynatrain.train.torch_private import share_shard
@@ -59,7 +61,14 @@ class Precision:
 
 
 def build_parts(
-    shape: DecoderShape, layout: Layout, mesh: DeviceMesh, *, seed: int, precision: Precision
+    shape: DecoderShape,
+    layout: Layout,
+    mesh: DeviceMesh,
+    *,
+    seed: int,
+    precision: Precision,
+    recompute: str = "none",
+    compile_with: str = "",
 ) -> list[DecoderPart]:
     """This rank's parts of the decoder under ``layout``: on meta, cut by tp, wrapped by fsdp, reducing in the tree.
 
@@ -71,10 +80,18 @@ def build_parts(
         mesh: of ``layout``, with all axes.
         seed: of the keyed streams (dropout).
         precision: of parameters and compute.
+        recompute: what of each block's forward is computed again in backward, as of ``recompute_blocks``.
+        compile_with: backend of ``torch.compile`` for each block, as of ``compile_blocks``; empty for none.
     """
-    streams = KeyedStream(seed=seed, share=token_share(layout, mesh))
-    stages = held_stages(layout, mesh.get_local_rank("pp"))
-    parts = [_part(shape, layout, mesh, stage, streams, precision) for stage in stages]
+    streams = KeyedStream(seed=seed, share=token_share(layout, mesh), head_part=mesh.get_local_rank("tp"))
+    parts = []
+    for stage in held_stages(layout, mesh.get_local_rank("pp")):
+        part = _cut_part(shape, layout, mesh, stage, streams, master_dtype(precision.compute))
+        compile_blocks(part, layout, compile_with)
+        recompute_blocks(part, recompute)
+        _shard(part, layout, mesh["fsdp"], precision)
+        _reduce_in_tree(part, layout, mesh["dp"].get_group())
+        parts.append(part)
     first, last = parts[0], parts[-1]
     if shape.tie_word_embeddings and None not in {first.embed_tokens, last.lm_head} and first is not last:
         # Both ends of a V: two modules, each gathered and reduced with its part, over one shard.
@@ -82,8 +99,8 @@ def build_parts(
     return parts
 
 
-def _part(
-    shape: DecoderShape, layout: Layout, mesh: DeviceMesh, stage: int, streams: KeyedStream, precision: Precision
+def _cut_part(
+    shape: DecoderShape, layout: Layout, mesh: DeviceMesh, stage: int, streams: KeyedStream, dtype: torch.dtype
 ) -> DecoderPart:
     layers = stage_ranges(layout, shape.num_hidden_layers)[stage]
     with torch.device("meta"):
@@ -95,15 +112,13 @@ def _part(
             streams=streams,
             attend=_attend(layout, streams.share),
         )
-        part.to(master_dtype(precision.compute))
+        part.to(dtype)
     if layout.size("tp") > 1:
         parallelize_module(part, mesh["tp"], tensor_plan(part, layout))
         if heads_are_copied(shape, layout):
             copy_heads(part, mesh["tp"], _between(layout))
         part.tie()
     deal_out(part, layout, mesh["tp"])
-    _shard(part, layout, mesh["fsdp"], precision)
-    _reduce_in_tree(part, layout, mesh["dp"].get_group())
     return part
 
 

@@ -210,6 +210,8 @@ def job_of(checked: CheckedRun) -> Job:
         global_sequences=config.batch.global_sequences,
         micro_sequences=config.batch.micro_sequences,
         schedule=config.pipeline.schedule,
+        recompute=config.blocks.recompute,
+        compile_with="inductor" if config.blocks.compile else "",
     )
 
 

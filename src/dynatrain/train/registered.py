@@ -5,14 +5,14 @@ common: one value for the whole job, equal on all ranks.
 """
 
 import copy
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dynatrain.train.agreement import SwitchAbortedError
+from dynatrain.train.equal import hash_of
+from dynatrain.train.extra_state import extra_states
 from dynatrain.train.live import Entry
 from dynatrain.train.optimizers.several import members
 from dynatrain.train.states import Leaf, UnknownStateError, leaves, replace_leaves
@@ -87,53 +87,13 @@ def check_holders(world: World) -> None:
 
 
 def common(world: World) -> dict[str, str]:
-    """A hash of each thing that must be equal on all ranks: registered objects' common state, optimizer options."""
-    facts = {}
+    """A hash of each thing that must be equal on all ranks: objects' common state, extra state, optimizer options."""
+    facts = {f"the extra state of {name}": hash_of(state) for name, state in extra_states(world.parts).items()}
     for label, thing in world.objects.items():
         state = thing.state_dict()
         held = () if is_scheduler(thing) else leaves(label, state, world.found)
-        facts[f"the common state of {label}"] = _hash(state, {id(leaf.value) for leaf in held})
+        facts[f"the common state of {label}"] = hash_of(state, {id(leaf.value) for leaf in held})
     for number, group in enumerate(world.optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in {"params", "foreach", "fused"}}
-        facts[f"the options of parameter group {number}"] = _hash(options, set())
+        facts[f"the options of parameter group {number}"] = hash_of(options)
     return facts
-
-
-def require_equal(told: Sequence[Mapping[str, str]]) -> None:
-    """Compare all ranks' :func:`common`.
-
-    Raises:
-        SwitchAbortedError: something is not equal, by name; on every rank alike.
-    """
-    problems = []
-    for what in sorted({what for facts in told for what in facts}):
-        others = [rank for rank, facts in enumerate(told) if facts.get(what) != told[0].get(what)]
-        if others:
-            problems.append(f"{what} is not equal on all ranks: ranks {others} differ from rank 0")
-    if problems:
-        raise SwitchAbortedError("; ".join(problems))
-
-
-def _hash(value: Any, leave_out: set[int]) -> str:
-    digest = hashlib.sha256()
-
-    def feed(node: Any) -> None:
-        if isinstance(node, Mapping):
-            for key in sorted(node, key=str):
-                if id(node[key]) not in leave_out:
-                    digest.update(f"{key}:".encode())
-                    feed(node[key])
-        elif isinstance(node, list | tuple):
-            digest.update(f"{len(node)}[".encode())
-            for item in node:
-                feed(item)
-        elif isinstance(node, torch.Tensor):
-            whole = node.detach().cpu().contiguous()
-            digest.update(f"{whole.dtype}{tuple(whole.shape)}".encode() + whole.view(-1).view(torch.uint8).numpy().data)
-        elif isinstance(node, bool | int | float | str | bytes | None):
-            digest.update(repr(node).encode())
-        else:  # no bits to compare
-            digest.update(type(node).__name__.encode())
-
-    feed(value)
-    return digest.hexdigest()

@@ -4,6 +4,7 @@ Nothing here stops training: whatever goes wrong ends the save alone, on all ran
 over the board, never by a collective.
 """
 
+import copy
 import io
 import shutil
 import threading
@@ -21,6 +22,7 @@ from dynatrain.layout.text import print_layout
 from dynatrain.observe.checkpoints import SCHEMA, File, Manifest, complete, partial_folder, prune, usable
 from dynatrain.plan.shelves import written_pieces
 from dynatrain.train.agreement import Objection, SwitchAbortedError, exchange, objection_of
+from dynatrain.train.extra_state import extra_states
 from dynatrain.train.keys import STATE, Place, flat, granule_paths, group_paths, streams_path
 from dynatrain.train.party import Party
 from dynatrain.train.registered import snapshot
@@ -175,6 +177,7 @@ class _Small:
         layout: as text.
         rank: this rank.
         common: what registered objects hold in common, by label.
+        extra: extra state of modules, by name.
         groups: options of the optimizer's parameter groups; ``params`` are names of this rank's.
         streams: random streams of this rank.
         places: where every state stands, by key.
@@ -186,6 +189,7 @@ class _Small:
     layout: str
     rank: int
     common: dict[str, Any]
+    extra: dict[str, Any]
     groups: list[dict[str, Any]]
     streams: dict[str, Any]
     places: dict[str, Place]
@@ -210,6 +214,7 @@ class _Small:
             layout=print_layout(world.layout),
             rank=party.rank,
             common={label: _common(label, thing, world) for label, thing in world.objects.items()},
+            extra=copy.deepcopy(extra_states(world.parts)),
             groups=groups,
             streams=Streams.read(party.device).state(),
             places=places | {flat(STATE): STATE},
@@ -222,6 +227,7 @@ class _Small:
         found: dict[Place, Any] = {streams_path(self.rank): self.streams}
         if self.rank == 0:
             account = {"schema": SCHEMA, "step": self.step, "layout": self.layout, "objects": self.common}
+            account |= {"extra": self.extra}
             found |= {STATE: account} | group_paths(groups)
         return found
 
@@ -231,7 +237,7 @@ class _Small:
         Raises:
             ValueError: whose it is.
         """
-        for label, state in self.common.items():
+        for label, state in (self.common | self.extra).items():
             buffer = io.BytesIO()
             torch.save(state, buffer)
             buffer.seek(0)

@@ -1,5 +1,13 @@
-"""The random streams of a process, so that a step that is taken back has drawn nothing from them."""
+"""The random streams of a process: what user code draws from Python's, numpy's and torch's generators.
 
+Each stream belongs to a rank by its number. A step that is taken back has drawn nothing from them; a switch among the
+same ranks leaves them where they stand; a checkpoint has those of all ranks. Going on on other numbers of ranks, a rank
+takes up the streams of its number; those of ranks that are no more end there; and a rank that is new gets streams that
+follow from rank 0's, from its own number and from the step: the same ones each time that checkpoint is taken up, and no
+other rank's.
+"""
+
+import hashlib
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +39,23 @@ class Streams:
         torch.set_rng_state(self.host)
         if self.device is not None:
             torch.cuda.set_rng_state(self.device, device)
+
+    def of_new_rank(self, rank: int, step: int) -> "Streams":
+        """Those of a rank that was not there, by rank 0's, which these are."""
+        stand = repr(self.python).encode() + repr(self.numpy[2:]).encode() + self.numpy[1].tobytes()
+        stand += self.host.numpy().tobytes()
+        python, numpy, host = (
+            hashlib.blake2b(f"{rank}/{step}/{name}/".encode() + stand, digest_size=8).digest()
+            for name in ("python", "numpy", "host")
+        )
+        old_face = np.random.RandomState(np.frombuffer(numpy, dtype=np.uint32))
+        seed = int.from_bytes(host, "little")
+        return Streams(
+            random.Random(python).getstate(),
+            old_face.get_state(),
+            torch.Generator().manual_seed(seed).get_state(),
+            None if self.device is None else torch.Generator("cuda").manual_seed(seed).get_state(),
+        )
 
     def same(self, other: "Streams") -> bool:
         """Whether both stand at the same places."""

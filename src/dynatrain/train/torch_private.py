@@ -4,8 +4,10 @@ Checked with torch 2.13. A function here that fails after an upgrade says by its
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def named_group(
@@ -197,6 +200,11 @@ def shard_of(template: DTensor, local: torch.Tensor) -> DTensor:
     ``DTensor.from_local`` works out anew what the template knows already, 0.1 ms for each tensor inside the stall.
     """
     return DTensor(local, template._spec, requires_grad=False)  # noqa: SLF001
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Operators inside are seen by no dispatch mode that is on outside, selective checkpointing's among them."""
+    return _disable_current_modes()
 
 
 def clear_dtensor_caches() -> None:

@@ -42,6 +42,8 @@ class Job:
         global_sequences: samples of one step.
         micro_sequences: samples of one micro-batch; divides ``global_sequences``.
         schedule: pipeline schedule, ``1f1b`` or ``gpipe``.
+        recompute: activation checkpointing of each block: ``none``, ``full`` or ``selective``.
+        compile_with: backend of ``torch.compile`` for each block that tp does not cut; empty for none.
     """
 
     shape: DecoderShape
@@ -51,6 +53,8 @@ class Job:
     global_sequences: int
     micro_sequences: int
     schedule: str = "1f1b"
+    recompute: str = "none"
+    compile_with: str = ""
 
     @property
     def num_micro_batches(self) -> int:
@@ -64,7 +68,15 @@ class Job:
 
     def build(self, mesh: DeviceMesh, layout: Layout) -> tuple[list[DecoderPart], torch.optim.Optimizer]:
         """The ``Switcher``'s build."""
-        parts = build_parts(self.shape, layout, mesh, seed=self.seed, precision=self.precision)
+        parts = build_parts(
+            self.shape,
+            layout,
+            mesh,
+            seed=self.seed,
+            precision=self.precision,
+            recompute=self.recompute,
+            compile_with=self.compile_with,
+        )
         return parts, optimizer_of(parts, self.optimizer)
 
     def initial(self, world: World, memory: Pool) -> None:
