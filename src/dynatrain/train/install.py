@@ -16,6 +16,7 @@ from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.adopt import adopt, shard_like
 from dynatrain.train.agreement import SwitchAbortedError, exchange
+from dynatrain.train.gradients import give
 from dynatrain.train.groups import GroupPool, building
 from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
 from dynatrain.train.live import Described, Entry, UnplacedTensorError, describe, entries, merge, reshard
@@ -25,7 +26,7 @@ from dynatrain.train.registered import check_holders, common, require_equal, sna
 from dynatrain.train.retire import retire
 from dynatrain.train.states import Form, Leaf, UnknownStateError, forms, replace_leaves
 from dynatrain.train.torch_private import local_tensor
-from dynatrain.train.world import Forwards, World, as_parts, carry_groups
+from dynatrain.train.world import GRAD, Forwards, World, as_parts, carry_groups
 
 
 def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool) -> World:
@@ -178,6 +179,8 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     new.found = adopt(new.parts, new.found, flats, [new.optimizer])
     new.forms = old.forms
     _bind_optimizer(old, new, by_name)
+    new.gradients = {name: by_name[name][GRAD] for name in new.found if GRAD in by_name[name]}
+    give(new, new.gradients)
     carry_hooks(old, new)
     _bind_objects(party, old, new, by_name)
 
@@ -191,7 +194,8 @@ def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bind_optimizer(old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     # By the catalogue, not by what this rank's old optimizer held: it may have had none of this kind.
-    kept = {tensor.name: [one for one in tensor.states[1:] if one.name not in old.forms] for tensor in new.catalogue}
+    others = {*old.forms, GRAD}
+    kept = {tensor.name: [one for one in tensor.states[1:] if one.name not in others] for tensor in new.catalogue}
     for name, entry in new.found.items():
         state = {one.name: _bound(entry.value, one, by_name[name][one.name]) for one in kept[name]}
         if state:

@@ -130,6 +130,7 @@ def _switcher(
         deadline=config.switching.deadline_seconds,
         budget=config.switching.budget_mib << 20,
         schedule={step: print_layout(layout) for step, layout in checked.switches},
+        inside={switch.step: switch.after_micro_batches for switch in config.switch},
         board=seat.board,
         store=seat.store,
         recorder=recorder,
