@@ -65,7 +65,10 @@ def circuit(layouts, seed):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What runs: ``steps_each`` steps in each layout of ``tour``; the switches take ``modes`` in turn."""
+    """What runs: ``steps_each`` steps in each layout of ``tour``; the switches take ``modes`` in turn.
+
+    With ``after``, a visit's first step begins with that many micro-batches in the layout before.
+    """
 
     tour: tuple[str, ...]
     size: int = 4
@@ -79,6 +82,7 @@ class Case:
     clip: float = 1.0
     exact_norm: bool = False
     late: bool = False
+    after: int = 0
     schedule: str = "1f1b"
     recompute: str = "none"
     compile_with: str = ""
@@ -258,7 +262,8 @@ def _train(case, visits, world):
     more = {"transport": late} if case.late else {}
     sw = switcher(job, world, case.tour[0], recorder=books, **more)
     for number, layout in enumerate(case.tour[1:], 1):
-        sw.request(layout, mode=case.modes[number % len(case.modes)], at=number * case.steps_each)
+        mode = case.modes[number % len(case.modes)]
+        sw.request(layout, mode=mode, at=number * case.steps_each, after=case.after)
     steps, apart, places = [], [], []
 
     def after(result):

@@ -32,10 +32,12 @@ class Case:
     number: int | None
     victim: int
     mode: str
+    after: int = 0
     fired: int = 0
 
 
-ROUNDS = {"keep": 5, "tight": 3}
+ROUNDS = {("keep", 0): 5, ("tight", 0): 3, ("keep", 2): 7, ("tight", 2): 3}
+"""By mode, and whether the switch is inside a step: then there are gradients, too."""
 
 
 def points(rounds):
@@ -70,7 +72,7 @@ class Director:
         if not self.armed or self.rank != case.victim or event != case.event or case.fired:
             return
         rounds, wanted = len(self.sw._course._attempt._schedule.rounds) if event in EVENTS else 0, case.number
-        assert rounds in {0, ROUNDS[case.mode]}
+        assert rounds in {0, ROUNDS[case.mode, case.after]}
         if rounds and wanted < 0:
             wanted += rounds
         if wanted in {None, number}:
@@ -108,7 +110,8 @@ class Director:
         self.ask()
 
     def ask(self):
-        self.sw.request(next(text for text in LAYOUTS if text != print_layout(self.sw.layout)), mode=self.case.mode)
+        other = next(text for text in LAYOUTS if text != print_layout(self.sw.layout))
+        self.sw.request(other, mode=self.case.mode, after=self.case.after)
 
     def ended(self, outcome, reason):
         if self.armed:
@@ -178,9 +181,19 @@ def test_a_raise_in_any_phase_and_round_leaves_the_old_world_with_equal_bits(mod
     judge(play(script, 240, transport))
 
 
+INSIDE = (("received", -1), ("check", -1))
+
+
+@pytest.mark.parametrize("where", [INSIDE, pytest.param(points((0, -1)), marks=pytest.mark.sweep)], ids=["some", "all"])
+@pytest.mark.parametrize("mode", ["keep", "tight"])
+def test_a_raise_in_a_switch_inside_a_step_leaves_the_old_world_with_equal_bits(mode, where):
+    """The step ends in the old world, or its rest comes again: nothing is trained on twice, nothing left out."""
+    judge(play([Case(*point, number % 4, mode, after=2) for number, point in enumerate(where)], 240))
+
+
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("mode", ["keep", "tight"])
 def test_a_raise_on_every_rank_in_any_phase_and_every_round_leaves_the_old_world_with_equal_bits(mode):
-    script = [Case(*point, victim, mode) for point in points(range(ROUNDS[mode])) for victim in range(4)]
+    script = [Case(*point, victim, mode) for point in points(range(ROUNDS[mode, 0])) for victim in range(4)]
     judge(play(script, 1200))

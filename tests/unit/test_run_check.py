@@ -82,6 +82,10 @@ def test_the_dropout_of_the_model_holds_unless_the_run_sets_one(tmp_path):
         (["--steps=5", "--optimizer.warmup_steps=6"], "optimizer.warmup_steps = 6: at most steps = 5"),
         (['--switch=[{step=200, layout="dp1"}]'], "switch.0.step = 200: below steps = 200"),
         (
+            ["--layout=dp2", '--switch=[{step=3, layout="tp2", after_micro_batches=8}]'],
+            "switch.0.after_micro_batches = 8: below the 8 of a step; nearest: 7",
+        ),
+        (
             ['--switch=[{step=7, layout="dp1"}, {step=7, layout="dp1"}]'],
             "switch.1.step = 7: above the switch before it, at step 7",
         ),

@@ -33,3 +33,21 @@ def test_every_target_of_every_sample_counts_once_and_no_other(layout, size):
                 counted += batch.samples[real.any(1)].tolist()
     assert sorted(counted) == ids.tolist()
     assert len(shapes) == 1  # every rank takes part in the same collectives
+
+
+@pytest.mark.parametrize(("first", "second"), [("dp2", "fsdp4"), ("pp2.dp2", "tp2"), ("dp3", "pp2")])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_two_parts_of_a_step_deal_out_every_micro_batch_once_whatever_their_layouts(first, second, after):
+    dealt = []
+    for text, part in ((first, range(after)), (second, range(after, 4))):
+        layout, lengths = parse_layout(text), set()
+        for rank in range(layout.world_size):
+            at = layout.coordinates(rank)
+            if at.pp == at.tp == 0:
+                batches, targets = SHARING.micro_batches(DATA, np.arange(8), layout, at, "cpu", part)
+                assert targets == 3 * 8  # of the whole step, by which losses are divided
+                dealt += [batch.index for batch in batches if batch.index >= 0]
+                lengths.add(len(batches))
+        assert len(lengths) == 1
+        assert lengths.pop() >= layout.size("pp")
+    assert sorted(dealt) == [0, 1, 2, 3]

@@ -167,6 +167,9 @@ class Switch(Section):
     """The first step that runs in the new layout; steps count from 0."""
     layout: str
     """The new layout, as text."""
+    after_micro_batches: WholeNumber = 0
+    """Micro-batches of that step (batch.global_sequences / batch.micro_sequences) that still run in the old layout: the
+    switch carries their gradients; 0 switches at the step's edge."""
 
 
 class RunConfig(Section):

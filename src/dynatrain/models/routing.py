@@ -9,7 +9,7 @@ for the sigmoid gate: see :func:`balance`.
 Legend of shapes: B samples, T tokens, H hidden size, E experts, K experts of a token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -91,15 +91,39 @@ def balance(part: nn.Module, total: Callable[[Tensor], Tensor], rate: float) -> 
             called once, and by all of them alike.
         rate: gamma of DeepSeek-V3, which used 0.001.
     """
-    routers = [module for module in part.modules() if isinstance(module, Router) and module.sizes.gate == SIGMOID]
-    if not routers:
-        return
-    counts = total(torch.stack([router.tokens_per_expert for router in routers]))
-    for router, sent in zip(routers, counts, strict=True):
+    for router, sent in _totals(part, total):
         # In whole numbers: the mean times E, so that a load at the mean moves nothing.
         over = (sent * len(sent) - sent.sum()).sign()
         router.e_score_correction_bias -= rate * over.to(router.e_score_correction_bias.dtype)
         router.tokens_per_expert.zero_()
+
+
+@torch.no_grad()
+def total_counts(part: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
+    """Where a part of a step ends: let each counter hold the count of all ranks, as copies must that a switch moves.
+
+    Args:
+        part: of the model.
+        total: as for :func:`balance`.
+    """
+    for router, sent in _totals(part, total):
+        router.tokens_per_expert.copy_(sent)
+
+
+@torch.no_grad()
+def drop_counts(part: nn.Module) -> None:
+    """Behind :func:`total_counts`, on all ranks but one of those that :func:`balance` sums over."""
+    for router in _biased(part):
+        router.tokens_per_expert.zero_()
+
+
+def _biased(part: nn.Module) -> list[Router]:
+    return [module for module in part.modules() if isinstance(module, Router) and module.sizes.gate == SIGMOID]
+
+
+def _totals(part: nn.Module, total: Callable[[Tensor], Tensor]) -> Iterator[tuple[Router, Tensor]]:
+    if routers := _biased(part):
+        yield from zip(routers, total(torch.stack([router.tokens_per_expert for router in routers])), strict=True)
 
 
 class Beside(torch.autograd.Function):

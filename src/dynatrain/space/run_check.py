@@ -147,6 +147,10 @@ def _schedule_problems(config: RunConfig) -> list[str]:
         if switch.step <= before:
             problems.append(f"switch.{i}.step = {switch.step}: above the switch before it, at step {before}")
         before = switch.step
+        whole, rest = divmod(config.batch.global_sequences, config.batch.micro_sequences)
+        if switch.after_micro_batches >= whole and not rest:
+            said = f"below the {whole} of a step; nearest: {whole - 1}"
+            problems.append(f"switch.{i}.after_micro_batches = {switch.after_micro_batches}: {said}")
     return problems
 
 

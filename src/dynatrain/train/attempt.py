@@ -3,7 +3,8 @@
 ``build`` and ``warm`` run in a thread while the old world trains; ``quiesce`` and ``move`` stop the training thread at
 a step edge; ``check`` runs in a thread again, beside the new layout's first forward and backward, which write no
 parameter and no moment; ``commit`` is one agreed decision at the first optimizer step. Until then the old world is
-whole (``keep``), or can be carried back (``tight``).
+whole (``keep``), or can be carried back (``tight``). A switch inside a step is the same between two parts of it, with
+the gradients that the first part has accumulated among the states.
 
 Whatever goes wrong on one rank is told to all before any of them acts on it: every phase ends in a question on the
 board, never in a collective, which would hang with the rank that is missing.
@@ -32,6 +33,7 @@ from dynatrain.train.check import Check
 from dynatrain.train.compiled import compile_seconds
 from dynatrain.train.copies import settle_copies
 from dynatrain.train.equal import require_equal
+from dynatrain.train.gradients import forget, give, inside, take, with_gradients
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import (
     Shared,
@@ -68,7 +70,7 @@ class Attempt:
         party: this rank's means.
         order: what was agreed.
         target: the layout.
-        old: the world that trains.
+        old: the world that trains; for a switch inside a step a view of it, with gradients among its states.
         new: the world to come, once built.
         blueprint: the judged plan.
         problem: why this rank cannot begin; empty while it can.
@@ -104,7 +106,6 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self._channel = Channel(self.party, self.order.number)
-        self._saved = Saved(self.old)
 
     # In the background, while the old world trains.
 
@@ -142,7 +143,10 @@ class Attempt:
         try:
             self._channel.at("build")
             self.new = make_world(self.party, self._channel.groups, self.target, on_meta=True)
-            payload = report(self.new, values_alone(self.new), self.party.rank)
+            states = values_alone(self.new)
+            if self.order.after:
+                states = with_gradients(states, self.new)
+            payload = report(self.new, states, self.party.rank)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
         told = self._channel.ask("build", payload, objection, self.party.patience)
@@ -150,6 +154,9 @@ class Attempt:
         if problems := match_catalogue(self.old, catalogue):
             raise SwitchAbortedError("; ".join(problems))
         assert self.new is not None
+        if self.order.after:
+            self.old = inside(self.old, catalogue)
+        self._saved = Saved(self.old)
         self.new.catalogue, self.new.ownership = self.old.catalogue, ownership
         self.blueprint = draw(self.party, self.order.mode, self.old, self.new, f"s{self.order.number}/plan")
         assert self.old.ownership is not None
@@ -178,7 +185,7 @@ class Attempt:
         assert self.new is not None
         return allocate(self.party, self.old, self.new, granule, self._shared)
 
-    # At the step edge.
+    # At the step edge, or inside a step.
 
     def move(self) -> None:
         """Carry the state into the new world and bind it; on return the new world is to be trained, provisionally.
@@ -205,6 +212,8 @@ class Attempt:
             self._channel.at("quiesce")
             facts = common(self.old)
             check_carried(self.old, self.target)
+            if self.order.after:
+                take(self.party, self.old)
             quiesce(self.old)
             check_tensors(self.party, self.old)
             now, planned = self.old.states(), {tensor.name: tensor.states for tensor in self.old.catalogue}
@@ -297,6 +306,8 @@ class Attempt:
     def _commit(self) -> None:
         assert self._executor is not None
         self._executor.release()
+        assert self.new is not None
+        forget(self.party, self.new)
         self._channel.groups.keep()
         replaced = f"belongs to a layout that switch {self.order.number} to {self.order.layout} replaced"
         retire_world(self.party, self.old, self._old_leaves, replaced)
@@ -318,7 +329,7 @@ class Attempt:
         self._targets.clear()
 
     def undo(self, why: str) -> None:
-        """The old world again, as it was at the step edge, however far the attempt has come. On all ranks.
+        """The old world again, as it was at :meth:`move`, however far the attempt has come. On all ranks.
 
         Args:
             why: the reason of the abort.
@@ -354,6 +365,8 @@ class Attempt:
             quiesce(self.new)
         if self._executor is not None:
             self._executor.abandon()
+        give(self.old, self.old.gradients)
+        forget(self.party, self.old)
         self._channel.groups.close()
         self._free()
         aborted = f"belongs to switch {self.order.number} to {self.order.layout}, which was aborted"

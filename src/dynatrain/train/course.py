@@ -1,4 +1,7 @@
-"""The course of a job through its orders: switches, saves and the stop, one at a time, begun at step edges."""
+"""The course of a job through its orders: switches, saves and the stop, one at a time, begun at step edges.
+
+A switch inside a step is agreed on at the step's edge, as any other, and carried out where the loop comes to it.
+"""
 
 import functools
 import logging
@@ -38,6 +41,9 @@ class Course:
         world: the present one.
         stopped: whether the job was asked to stop, and has.
         doomed: why the step under way is taken back; empty where it is not.
+        pause: micro-batches of the step under way after which a switch is due; 0 for none.
+        done: micro-batches that the step under way has behind it when it begins: it comes again from the place of a
+            switch that was taken back.
     """
 
     def __init__(
@@ -68,6 +74,9 @@ class Course:
         self.world = world
         self.stopped = False
         self.doomed = ""
+        self.pause = 0
+        self.done = 0
+        self._before = world
         self._wrap_optimizer(world)
 
     def edge(self, step: int) -> None:
@@ -80,6 +89,8 @@ class Course:
         self._step = step
         if self.doomed:
             self._take_back()
+        if self.pause:
+            self._pass_over()
         self._free_abandoned()
         self._saver.look()
         if self._order is None:
@@ -92,7 +103,15 @@ class Course:
         if self._settling:
             self._settle()
         self._step_ended = time.perf_counter()
+        self.done = 0
         return not self.doomed
+
+    def between(self) -> None:
+        """Inside a step, behind the micro-batches that :attr:`pause` says: carry out the switch that is due."""
+        assert self._attempt is not None
+        self.pause = 0
+        self._step_ended = time.perf_counter()
+        self._begin(self._attempt)
 
     def _wrap_optimizer(self, world: World) -> None:
         """The first step after a switch decides it; where it is taken back, that step does nothing."""
@@ -134,12 +153,12 @@ class Course:
         self._party.board.done_with(order.turn)
         self._order = None
         if self._attempt is not None and go.edge < 0:
-            self._abandoned.append(self._attempt)
-            self._free_abandoned()
-            self._finish(self._attempt, "aborted", go.reason)
+            self._give_up(self._attempt, go.reason)
         elif self._attempt is not None:
             self._order = order
-            self._begin(self._attempt)
+            self.pause = order.after
+            if not self.pause:
+                self._begin(self._attempt)
         elif go.edge < 0:
             self._turns.answer(order, "aborted", go.reason)
         elif order.verb == "save":
@@ -154,6 +173,18 @@ class Course:
         wanted = self._save_at_stop and order.by != "SIGINT"  # Ctrl-C is a person who waits
         saved = self._saver.save_now(self.world, self._step) if wanted else ""
         self._turns.answer(order, "done", f"stopped at step {self._step}, {saved or 'not saved'}")
+
+    def _pass_over(self) -> None:
+        """The step is over, and the loop has not come to the place inside it; likewise on all ranks."""
+        assert self._attempt is not None
+        place, self.pause = self.pause, 0
+        asked = "which it does by Switcher.step_parts(micro-batches of the whole step)"
+        self._give_up(self._attempt, f"the loop did not divide the step after {place} of its micro-batches, {asked}")
+
+    def _give_up(self, attempt: Attempt, reason: str) -> None:
+        self._abandoned.append(attempt)
+        self._free_abandoned()
+        self._finish(attempt, "aborted", reason)
 
     def _free_abandoned(self) -> None:
         """Free what attempts have made that were given up before they began, also those whose thread ended late."""
@@ -173,7 +204,7 @@ class Course:
             self._finish(attempt, "failed", str(failure))
             raise
         assert attempt.new is not None
-        self.world = attempt.new
+        self._before, self.world = self.world, attempt.new
         self._wrap_optimizer(self.world)
         attempt.seconds["stall"] = time.perf_counter() - self._step_ended
         self._settling = True
@@ -196,7 +227,7 @@ class Course:
             self._finish(attempt, "committed", "", told)
 
     def _take_back(self) -> None:
-        """At the edge after an aborted commit: the old objects again, and the same step once more."""
+        """At the edge after an aborted commit: the old objects again, and the same step, or its rest, once more."""
         attempt, why = self._attempt, self.doomed
         assert attempt is not None
         self.doomed = ""
@@ -205,7 +236,8 @@ class Course:
         except SwitchFailedError as failure:
             self._finish(attempt, "failed", str(failure))
             raise
-        self.world = attempt.old
+        self.world = self._before
+        self.done = attempt.order.after
         self._finish(attempt, "aborted", why)
 
     def _finish(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any] | None = None) -> None:

@@ -13,7 +13,7 @@ from dynatrain.train.party import Party
 from dynatrain.train.registered import try_out
 from dynatrain.train.states import UnknownStateError, create_optimizer_state, leaves
 from dynatrain.train.streams import Streams
-from dynatrain.train.world import World, is_scheduler
+from dynatrain.train.world import GRAD, World, is_scheduler
 
 Initial = Callable[[World, Pool], None]
 """Fills a first world that ``build`` made on meta: gives every tensor of it its storage and values."""
@@ -65,7 +65,7 @@ def join(party: Party, world: World, label: str, thing: Any) -> None:
     Raises:
         UnknownStateError: it could not be carried to another layout, by name.
     """
-    taken = {"param", "buffer", *world.objects, *(key for held in world.optimizer.state.values() for key in held)}
+    taken = {"param", "buffer", GRAD, *world.objects, *(key for held in world.optimizer.state.values() for key in held)}
     if label in taken or "." in label:
         raise UnknownStateError(f"{label!r} cannot be a label here: it is taken, or has a dot in it")
     if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):

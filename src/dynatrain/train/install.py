@@ -19,6 +19,7 @@ from dynatrain.train.adopt import adopt, shard_like
 from dynatrain.train.agreement import SwitchAbortedError, exchange
 from dynatrain.train.equal import require_equal
 from dynatrain.train.extra_state import check_extra_states, extra_states, give_extra_states
+from dynatrain.train.gradients import give
 from dynatrain.train.groups import GroupPool, building
 from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
 from dynatrain.train.live import (
@@ -38,7 +39,7 @@ from dynatrain.train.retire import retire
 from dynatrain.train.segments import SegmentError, local_shape
 from dynatrain.train.states import Form, Leaf, UnknownStateError, forms, replace_leaves
 from dynatrain.train.torch_private import local_tensor
-from dynatrain.train.world import Forwards, World, as_parts, carry_groups
+from dynatrain.train.world import GRAD, Forwards, World, as_parts, carry_groups
 
 
 def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool) -> World:
@@ -222,6 +223,8 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     new.found = adopt(new.parts, new.found, flats, [new.optimizer])
     new.forms = old.forms
     _bind_optimizer(old, new, by_name)
+    new.gradients = {name: by_name[name][GRAD] for name in new.found if GRAD in by_name[name]}
+    give(new, new.gradients)
     carry_hooks(old, new)
     give_extra_states(new.parts, extra_states(old.parts))
     _bind_objects(party, old, new, by_name)
@@ -242,8 +245,9 @@ def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bind_optimizer(old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     # By the catalogue, not by what this rank's old optimizer held: it may have had none of this kind.
+    others = {*old.forms, GRAD}
     kept = {
-        new.where[tensor.name][0]: [one for one in tensor.states[1:] if one.name not in old.forms]
+        new.where[tensor.name][0]: [one for one in tensor.states[1:] if one.name not in others]
         for tensor in new.catalogue
         if tensor.name in new.where
     }

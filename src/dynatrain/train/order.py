@@ -13,6 +13,7 @@ class Order:
         layout: target of a switch, as text.
         mode: ``keep``, ``tight`` or ``auto``.
         at: first step that is to run in the new layout; -1 for as soon as all are ready.
+        after: micro-batches of that step that still run in the old layout; 0 for a switch at the step's edge.
         edge: step edge of rank 0 at which it was decided; the other ranks know of it by the edge after.
         verb: ``switch``, ``save`` or ``stop``.
         by: who asked.
@@ -26,6 +27,7 @@ class Order:
     number: int = 0
     mode: str = "auto"
     at: int = -1
+    after: int = 0
     edge: int = -1
     verb: str = "switch"
     by: str = ""

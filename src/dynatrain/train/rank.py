@@ -131,6 +131,7 @@ def _switcher(
         budget=config.switching.budget_mib << 20,
         unequal_copies=config.switching.unequal_copies,
         schedule={step: print_layout(layout) for step, layout in checked.switches},
+        inside={switch.step: switch.after_micro_batches for switch in config.switch},
         board=seat.board,
         store=seat.store,
         recorder=recorder,

@@ -64,23 +64,23 @@ class MicroBatchCounter:
     """Adds the gradients of successive micro-batches as a binary counter adds ones.
 
     Holds at most log2(micro-batches) + 1 gradients at a time. Use: :meth:`push` after each backward, :meth:`finish`
-    before the norm; in between ``.grad`` is None.
+    before the norm; in between ``.grad`` is None. What a part of the step has accumulated in another layout is pushed
+    first: it finds its place in the tree by the number of its micro-batches.
     """
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         self._params = params
         self._stack: list[tuple[int, list[torch.Tensor | None]]] = []
 
-    def push(self) -> None:
-        """Take each parameter's gradient away and add it in."""
+    def push(self, count: int) -> None:
+        """Take each parameter's gradient away and add it in: a sum of ``count`` micro-batches, over all data ranks."""
         grads = [param.grad for param in self._params]
         for param in self._params:
             param.grad = None
-        level = 0
-        while self._stack and self._stack[-1][0] == level:
+        while self._stack and self._stack[-1][0] == count:
             grads = _add(self._stack.pop()[1], grads)
-            level += 1
-        self._stack.append((level, grads))
+            count *= 2
+        self._stack.append((count, grads))
 
     def finish(self) -> None:
         """Give the sum back as each parameter's gradient."""

@@ -5,7 +5,7 @@ with micro-batches whose targets are all ignored: their loss and gradients are e
 in the same collectives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -96,7 +96,7 @@ class Sharing:
         return self.global_sequences // self.micro_sequences
 
     def micro_batches(
-        self, data: Data, ids: np.ndarray, layout: Layout, at: Coordinates, device: str
+        self, data: Data, ids: np.ndarray, layout: Layout, at: Coordinates, device: str, part: range | None = None
     ) -> tuple[list[MicroBatch], int]:
         """The micro-batches of the data rank at ``at``, and the number of targets in the whole batch.
 
@@ -108,10 +108,15 @@ class Sharing:
             layout: says how many data ranks there are.
             at: where this rank sits.
             device: of the tensors.
+            part: numbers of the micro-batches that are dealt out; None for all.
         """
+        part = part or range(self.num_micro_batches)
+        # A pipeline takes as many as it has stages, where the whole batch has.
+        least = layout.size("pp") if len(part) < self.num_micro_batches else 0
+        dealt = my_indices(part, layout.data_ranks, at.dp * layout.size("fsdp") + at.fsdp, least)
         size, width, share = self.micro_sequences, 0, shared_tokens(layout, at.cp)
         made = []
-        for index in my_indices(self.num_micro_batches, layout.data_ranks, at.dp * layout.size("fsdp") + at.fsdp):
+        for index in dealt:
             places = np.arange(max(index, 0) * size, (max(index, 0) + 1) * size)
             samples = ids[places % len(ids)]
             inputs, targets = (torch.from_numpy(array).to(device) for array in data.batch(samples))
@@ -132,11 +137,11 @@ def shared_tokens(layout: Layout, part: int) -> TokenShare:
     return TokenShare(parts=layout.size("cp"), part=part)
 
 
-def my_indices(num_micro_batches: int, data_ranks: int, data_rank: int) -> list[int]:
-    """Micro-batches of one data rank, in order; -1 fills the shares up to the longest one."""
-    shares = micro_shares(num_micro_batches, data_ranks)
-    mine = shares[data_rank]
-    return [*mine, *[-1] * (len(shares[0]) - len(mine))]
+def my_indices(part: range, data_ranks: int, data_rank: int, least: int) -> list[int]:
+    """Micro-batches of one data rank, in order; -1 fills the shares up to the longest one, or to ``least``."""
+    shares = micro_shares(len(part), data_ranks)
+    mine = [part[place] for place in shares[data_rank]]
+    return [*mine, *[-1] * (max(len(shares[0]), least) - len(mine))]
 
 
 class StepRunner:
@@ -148,34 +153,49 @@ class StepRunner:
         mesh: its mesh.
         num_micro_batches: of the global batch.
         schedule: ``1f1b`` or ``gpipe``; used where the layout has stages.
+        reduce_tied: called where a pipeline has run, before its gradients are added to those of an earlier part of the
+            step: adds up in ``.grad`` what two stages hold of one tensor.
     """
 
     def __init__(
-        self, parts: Sequence[nn.Module], layout: Layout, mesh: DeviceMesh, *, num_micro_batches: int, schedule: str
+        self,
+        parts: Sequence[nn.Module],
+        layout: Layout,
+        mesh: DeviceMesh,
+        *,
+        num_micro_batches: int,
+        schedule: str,
+        reduce_tied: Callable[[], None],
     ) -> None:
         self.parts = parts
         self.layout = layout
         self.num_micro_batches = num_micro_batches
         self._global_tokens = 1
         self._params = [param for part in parts for param in part.parameters() if param.requires_grad]
-        self._pipeline = None
-        if layout.size("pp") > 1:
-            share = -(-num_micro_batches // layout.data_ranks)
-            self._pipeline = Pipeline(parts, layout, mesh, micro_batches=share, loss=self._loss, schedule=schedule)
+        self._mesh = mesh
+        self._schedule = schedule
+        self._reduce_tied = reduce_tied
+        self._pipelines: dict[int, Pipeline] = {}
 
-    def run(self, batches: Sequence[MicroBatch], global_tokens: int) -> torch.Tensor:
-        """Leave the step's gradient in every parameter's ``.grad``, reduced over dp and fsdp.
+    def run(self, batches: Sequence[MicroBatch], global_tokens: int, done: int = 0) -> torch.Tensor:
+        """Leave the gradient of a step, or of its parts so far, in every parameter's ``.grad``, reduced.
 
         Args:
             batches: this rank's micro-batches; fillers have index -1.
             global_tokens: targets with a loss in the whole global batch.
+            done: micro-batches of the global batch whose gradient is in ``.grad`` already.
 
         Returns:
             fp64 [num_micro_batches]: this rank's micro-batches' losses (their sum over tokens / ``global_tokens``),
             zeros elsewhere and on stages without a loss.
         """
         self._global_tokens = global_tokens
-        losses = self._pipelined(self._pipeline, batches) if self._pipeline is not None else self._accumulated(batches)
+        counter = MicroBatchCounter(self._params)
+        if done:
+            counter.push(done)
+        staged = self.layout.size("pp") > 1
+        losses = self._pipelined(batches, counter) if staged else self._accumulated(batches, counter)
+        counter.finish()
         found = torch.zeros(self.num_micro_batches, dtype=torch.float64)
         for batch, loss in zip(batches, losses, strict=False):
             if batch.index >= 0:
@@ -190,10 +210,9 @@ class StepRunner:
         total = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED)
         return total / self._global_tokens
 
-    def _accumulated(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    def _accumulated(self, batches: Sequence[MicroBatch], counter: MicroBatchCounter) -> list[torch.Tensor]:
         (part,) = self.parts
         losses = []
-        counter = MicroBatchCounter(self._params)
         reduce_each = self.layout.zero > 1
         for place, batch in enumerate(batches):
             part.set_requires_gradient_sync(reduce_each or place == len(batches) - 1)
@@ -201,11 +220,21 @@ class StepRunner:
             loss.backward()
             losses.append(loss)
             if reduce_each:
-                counter.push()
-        if reduce_each:
-            counter.finish()
+                counter.push(self.layout.data_ranks)
+        if not reduce_each:
+            counter.push(len(batches) * self.layout.data_ranks)
         return losses
 
-    @staticmethod
-    def _pipelined(pipeline: Pipeline, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        return pipeline.run(*together(batches))
+    def _pipelined(self, batches: Sequence[MicroBatch], counter: MicroBatchCounter) -> list[torch.Tensor]:
+        losses = self._pipeline(len(batches)).run(*together(batches))
+        self._reduce_tied()
+        counter.push(len(batches) * self.layout.data_ranks)
+        return losses
+
+    def _pipeline(self, share: int) -> Pipeline:
+        """The pipeline of that many micro-batches, which torch fixes with its stages."""
+        if share not in self._pipelines:
+            self._pipelines[share] = Pipeline(
+                self.parts, self.layout, self._mesh, micro_batches=share, loss=self._loss, schedule=self._schedule
+            )
+        return self._pipelines[share]

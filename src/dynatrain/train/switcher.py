@@ -4,6 +4,14 @@
     for step in sw.steps(until=1000):
         loss = train_step(sw.model, sw.optimizer, batch(step))
 
+A step that accumulates gradients over micro-batches can also be switched between two of them:
+
+    for step in sw.steps(until=1000):
+        for part in sw.step_parts(8):    # mostly range(0, 8) alone
+            for micro_batch in part:
+                accumulate(sw.model, micro_batch)
+        update(sw.optimizer)
+
 The loop asks ``sw`` for its handles in each step; what it kept from before a switch raises, with its name. The built-in
 trainer is an ordinary user of this class.
 """
@@ -60,6 +68,7 @@ class Switcher:
         unequal_copies: what becomes of copies that differ before a switch: ``refuse`` it, or ``owner``: all get what
             the first of them holds, which the certificate counts; old copies are then compared inside the stall.
         schedule: ``{step: layout}``: first step in that layout.
+        inside: ``{step: micro-batches}``: of the scheduled switches those that come inside their step, behind so many.
         board: where ranks agree; made over the default group's store where it is None.
         store: for process groups; likewise.
         recorder: writes events and certificates; None writes nothing.
@@ -95,6 +104,7 @@ class Switcher:
         budget: int = 0,
         unequal_copies: UnequalCopies = "refuse",
         schedule: Mapping[int, str] | None = None,
+        inside: Mapping[int, int] | None = None,
         board: Board | None = None,
         store: dist.Store | None = None,
         recorder: Recorder | None = None,
@@ -145,7 +155,7 @@ class Switcher:
             for label, thing in (state or {}).items():
                 join(self._party, world, label, thing)
             self._saver = Saver(self._party, saves, (self._answer_saved, on_saved))
-            wishes = Wishes(self._party.board, schedule or {}, mode, self._saver.every)
+            wishes = Wishes(self._party.board, schedule or {}, mode, self._saver.every, inside or {})
             self._turns = Turns(self._party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
             self._course = Course(
                 self._party,
@@ -224,6 +234,25 @@ class Switcher:
             if self._recorder:
                 self._recorder.step_ended(time.perf_counter())
 
+    def step_parts(self, num_micro_batches: int) -> Iterator[range]:
+        """The parts of the step under way, as numbers of micro-batches of the global batch; mostly one, the whole step.
+
+        Where a switch inside the step is due, it is carried out between two parts: the next one is for the data ranks
+        of the new layout. When a part ends, ``.grad`` of every trained parameter is to be its reduced sum over the
+        parts so far, equal in all copies, and so are counters in buffers. The next part finds it in ``.grad`` of the
+        new parameters. A step that comes again after such a switch was aborted begins with the part behind it, and
+        finds in ``.grad`` what the parts before had accumulated.
+
+        Args:
+            num_micro_batches: of the whole step, over all data ranks.
+        """
+        begin, pause = self._course.done, self._course.pause
+        if begin < pause < num_micro_batches:
+            yield range(begin, pause)
+            self._course.between()
+            begin = pause
+        yield range(begin, num_micro_batches)
+
     def register(self, label: str, thing: Any) -> Any:
         """Add what could not be made before the first build, such as an average of ``sw.model``.
 
@@ -248,16 +277,25 @@ class Switcher:
         )
         return self.world.objects[label]
 
-    def request(self, layout: str, *, mode: str = "", at: int = -1, by: str = "program") -> None:
+    def request(self, layout: str, *, mode: str = "", at: int = -1, after: int = 0, by: str = "program") -> None:
         """Ask for a layout, from the loop. All ranks may call; rank 0's word counts.
+
+        Args:
+            layout: the new one.
+            mode: ``keep``, ``tight`` or ``auto``; by default the job's.
+            at: first step that runs in it; -1 for as soon as all ranks are ready.
+            after: micro-batches of that step that still run in the old layout: see :meth:`step_parts`.
+            by: who asks.
 
         Raises:
             LayoutError: this job cannot have it.
-            ValueError: there is no such mode.
+            ValueError: there is no such mode, or no such place.
         """
         self._read(layout)
         check_mode(mode or "auto")
-        self._turns.ask(layout, mode=mode, at=at, by=by)
+        if after < 0:
+            raise ValueError(f"after = {after}: a number of micro-batches; 0 switches at the step's edge")
+        self._turns.ask(layout, mode=mode, at=at, after=after, by=by)
 
     def save(self, *, by: str = "program") -> None:
         """Ask, from the loop, to be saved at the next step edge, beside training. All ranks may call."""

@@ -17,7 +17,7 @@ from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.initial import initial_box, initial_rule
-from dynatrain.models.routing import balance
+from dynatrain.models.routing import balance, drop_counts, total_counts
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.train.adopt import adopt
 from dynatrain.train.live import box_of, cuts_of
@@ -154,20 +154,31 @@ class Trainer:
         self._validation = validation
         self._after_validation = after_validation
         self._bound: _Bound | None = None
+        self._losses: dict[int, torch.Tensor] = {}
 
     def run(self, until: int) -> None:
         """Train up to step ``until`` (exclusive), or until the run is asked to stop."""
         for step in self.switcher.steps(until=until):
-            if self._bound is None or self._bound.world is not self.switcher.world:
-                self._bound = _Bound(self.job, self.switcher.world, self._validation)
-            self._step(step, self._bound)
+            self._step(step)
 
-    def _step(self, step: int, bound: "_Bound") -> None:
+    def _part(self, step: int, ids: np.ndarray, part: range) -> tuple["_Bound", int]:
+        """Forward and backward of a part of a step, in the present layout; the number of targets in the whole batch."""
+        bound, sharing = self._bound, self.job.sharing
+        if bound is None or bound.world is not self.switcher.world:
+            self._bound = bound = _Bound(self.job, self.switcher.world, self._validation)
+        device = bound.world.mesh.device_type
+        batches, tokens = sharing.micro_batches(self.data, ids, bound.layout, bound.at, device, part)
+        # By the micro-batches before: a step that comes again inside finds there what it had.
+        before = self._losses[part.start] if part.start else 0
+        self._losses[part.stop] = before + bound.forward_backward(step, batches, tokens, part)
+        return bound, tokens
+
+    def _step(self, step: int) -> None:
         began = time.perf_counter()
         ids = batch_ids(self.job.seed, step, self.job.global_sequences, len(self.data))
-        device = bound.world.mesh.device_type
-        batches, tokens = self.job.sharing.micro_batches(self.data, ids, bound.layout, bound.at, device)
-        loss, norm = bound.forward_backward(step, batches, tokens)
+        for part in self.switcher.step_parts(self.job.num_micro_batches):
+            bound, tokens = self._part(step, ids, part)
+        loss, norm = bound.totals(self._losses[self.job.num_micro_batches])
         clip(bound.params, norm, self.job.optimizer.clip_norm)
         optimizer = self.switcher.optimizer
         rate = optimizer.param_groups[0]["lr"]
@@ -198,7 +209,12 @@ class _Bound:
         self.rank = dist.get_rank()
         self.at = self.layout.coordinates(self.rank)
         self.runner = StepRunner(
-            self.parts, self.layout, world.mesh, num_micro_batches=job.num_micro_batches, schedule=job.schedule
+            self.parts,
+            self.layout,
+            world.mesh,
+            num_micro_batches=job.num_micro_batches,
+            schedule=job.schedule,
+            reduce_tied=self._reduce_tied,
         )
         self.validator = (
             Validator(validation, job.seed, self.parts, self.layout, world.mesh, job.sharing) if validation else None
@@ -227,14 +243,22 @@ class _Bound:
             row += rows
         return counted, row if exact else len(self.world.catalogue)
 
-    def forward_backward(self, step: int, batches: list[MicroBatch], tokens: int) -> tuple[float, float]:
-        """Gradients into ``.grad``; the step's loss and global norm, equal on all ranks."""
+    def forward_backward(self, step: int, batches: list[MicroBatch], tokens: int, part: range) -> torch.Tensor:
+        """Gradients of the step up to this part into ``.grad``; the losses that this rank is to tell."""
+        model = nn.ModuleList(self.parts)
+        if part.start and (self.at.dp, self.at.fsdp, self.at.cp, self.at.tp) != (0, 0, 0, 0):
+            drop_counts(model)  # each holds the count of all ranks, and ranks' counts are added up
         streams = self.parts[0].streams  # one for all parts of a rank
         streams.step, streams.token_weight = step, 1 / tokens
-        losses = self.runner.run(batches, tokens)
+        losses = self.runner.run(batches, tokens, part.start)
         if self.at.tp != 0:
             losses.zero_()  # tp ranks share the micro-batches of their data rank: one of them tells
-        self._reduce_tied()
+        if part.stop < self.job.num_micro_batches:
+            total_counts(model, self.over_data_ranks)
+        return losses
+
+    def totals(self, losses: torch.Tensor) -> tuple[float, float]:
+        """The step's loss and global norm, equal on all ranks."""
         return step_totals(losses, self._counted, self._slots, dist.group.WORLD, exact=self.job.optimizer.exact_norm)
 
     def over_data_ranks(self, counts: torch.Tensor) -> torch.Tensor:

@@ -57,10 +57,10 @@ class Turns:
         self._switches += order.verb == "switch"
         return order
 
-    def ask(self, layout: str, *, mode: str, at: int, by: str) -> None:
+    def ask(self, layout: str, *, mode: str, at: int, after: int, by: str) -> None:
         """A wish of the loop itself, which all ranks may say."""
         if self._party.rank == 0:
-            self._wishes.add(layout, mode=mode, at=at, by=by)
+            self._wishes.add(layout, mode=mode, at=at, after=after, by=by)
 
     def ask_save(self, *, by: str) -> None:
         """The loop wishes to be saved, which all ranks may say."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from dynatrain.cluster.board import Board
@@ -9,6 +10,8 @@ from dynatrain.train.order import Order
 
 LEAD_STEPS = 2
 """A scheduled switch is announced that many steps before its step, so that it is built beside training."""
+
+_EDGES: Mapping[int, int] = MappingProxyType({})
 
 
 class Wishes:
@@ -19,11 +22,15 @@ class Wishes:
         schedule: ``{step: layout}``: first step in that layout.
         mode: of switches that do not name one.
         every: steps between two saves; 0 for none.
+        inside: ``{step: micro-batches}`` of scheduled switches that come inside their step.
     """
 
-    def __init__(self, board: Board, schedule: Mapping[int, str], mode: str, every: int = 0) -> None:
+    def __init__(
+        self, board: Board, schedule: Mapping[int, str], mode: str, every: int = 0, inside: Mapping[int, int] = _EDGES
+    ) -> None:
         self._board = board
         self._schedule = dict(schedule)
+        self._inside = inside
         self._every = every
         self._next_save = self._after(0)
         self._mode = mode
@@ -31,9 +38,9 @@ class Wishes:
         self._interval: list[Order] = []  # one at most: a save that is overtaken by the next is left out
         self._seen = 0
 
-    def add(self, layout: str, *, mode: str, at: int, by: str) -> None:
+    def add(self, layout: str, *, mode: str, at: int, after: int, by: str) -> None:
         """A wish of the loop itself."""
-        self._asked.append(Order(layout=layout, mode=mode or self._mode, at=at, by=by))
+        self._asked.append(Order(layout=layout, mode=mode or self._mode, at=at, after=after, by=by))
 
     def add_save(self, *, by: str) -> None:
         """The loop wishes to be saved."""
@@ -46,7 +53,8 @@ class Wishes:
 
     def begun(self, step: int) -> None:
         """The job begins, or goes on, at a step: what was due before is not due any more."""
-        self._schedule = {at: layout for at, layout in self._schedule.items() if at > step}
+        due = {at: layout for at, layout in self._schedule.items() if (at, self._inside.get(at, 0)) > (step, 0)}
+        self._schedule = due
         self._next_save = self._after(step)
 
     def _after(self, step: int) -> int:
@@ -56,7 +64,8 @@ class Wishes:
     def due(self, step: int) -> Iterator[Order]:
         """Take the wishes that could begin at ``step``, one by one, oldest first; take no more than can be begun."""
         for at in sorted(at for at in self._schedule if at - LEAD_STEPS <= step):
-            self._asked.append(Order(layout=self._schedule.pop(at), mode=self._mode, at=at, by="schedule"))
+            layout, after = self._schedule.pop(at), self._inside.get(at, 0)
+            self._asked.append(Order(layout=layout, mode=self._mode, at=at, after=after, by="schedule"))
         if self._every and self._next_save - LEAD_STEPS <= step:
             self._interval = [Order(layout="", verb="save", at=self._next_save, by="interval")]
             self._next_save = self._after(max(step, self._next_save))

@@ -25,6 +25,9 @@ Build = Callable[[DeviceMesh, Layout], tuple[Any, Any]]
 Called under ``torch.device("meta")`` for every layout but the first, in a thread beside training: so it must make
 modules and nothing else, and neither seed nor draw from the process-wide random streams then."""
 
+GRAD = "grad"
+"""The state that is the gradient which a part of a step has accumulated: there while a switch inside the step is."""
+
 
 @dataclass(slots=True)
 class Forwards:
@@ -53,6 +56,7 @@ class World:
         ownership: who holds which box of them.
         forms: how registered objects keep each of their states.
         where: of each logical tensor, the entry of ``found`` that it lies in, and its slot where it has one.
+        gradients: local pieces of accumulated gradients by canonical name, during a switch inside a step; else empty.
     """
 
     layout: Layout
@@ -66,6 +70,7 @@ class World:
     catalogue: Catalogue = ()
     ownership: Ownership | None = None
     forms: dict[str, Form] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     where: dict[str, tuple[str, Slot | None]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +91,10 @@ class World:
     def states(self) -> dict[str, tuple[State, ...]]:
         """The states that this rank's tensors have now, by canonical name."""
         of_objects = [leaf for found in self.object_leaves().values() for leaf in found]
-        return catalogue_states(self.found, optimizer_states(self.optimizer, self.found), of_objects)
+        found = catalogue_states(self.found, optimizer_states(self.optimizer, self.found), of_objects)
+        for name, piece in self.gradients.items():
+            found[name] += (State(GRAD, str(piece.dtype).removeprefix("torch.")),)
+        return found
 
     def values(self) -> dict[tuple[str, str], torch.Tensor]:
         """``{(tensor, state): local tensor}`` of everything this rank holds, read from the live objects."""
@@ -97,6 +105,7 @@ class World:
             held |= {(name, state.name): value for state, value in values.items()}
         for found in self.object_leaves().values():
             held |= {(leaf.tensor, leaf.state): leaf.value for leaf in found}
+        held |= {(name, GRAD): piece for name, piece in self.gradients.items()}
         return {key: local_tensor(value) for key, value in held.items()}
 
     def pieces(self, rank: int, device: torch.device) -> Pieces:

@@ -1,0 +1,87 @@
+"""The gradient that a part of a step has accumulated: one more state of every trained tensor, while a switch moves it.
+
+It is ``param.grad``, reduced, and so shaped and cut as its parameter. For the length of a switch inside a step it lies
+in pieces: of the old world, so that an abort finds it, and of the new one, which the digests read. Training goes on
+with a copy of the latter, since the rest of the step adds to it before the switch is decided.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from dynatrain.space.tensor import Catalogue, State
+from dynatrain.train.adopt import shard_like
+from dynatrain.train.party import Party
+from dynatrain.train.states import UnknownStateError
+from dynatrain.train.torch_private import local_tensor
+from dynatrain.train.world import GRAD, World
+
+
+def with_gradients(states: Mapping[str, tuple[State, ...]], world: World) -> dict[str, tuple[State, ...]]:
+    """``states``, and the gradients of the tensors of ``world`` that are trained.
+
+    Raises:
+        UnknownStateError: a fused or padded parameter, by name: its gradient is not read in parts.
+    """
+    if fused := [name for name in states if name not in world.found]:
+        raise UnknownStateError(
+            f"{', '.join(fused)}: parts of fused or padded parameters; those switch at step edges, not inside a step"
+        )
+    return {
+        name: (*of, State(GRAD, of[0].dtype)) if world.found[name].value.requires_grad else of
+        for name, of in states.items()
+    }
+
+
+def inside(world: World, told: Catalogue) -> World:
+    """``world`` as it is inside a step: the same objects, and gradients among the states; ``told`` says of which."""
+    last = {tensor.name: tensor.states[-1] for tensor in told}
+    catalogue = tuple(
+        replace(tensor, states=(*tensor.states, state))
+        if (state := last.get(tensor.name)) and state.name == GRAD
+        else tensor
+        for tensor in world.catalogue
+    )
+    return replace(world, catalogue=catalogue, gradients={})
+
+
+def take(party: Party, world: World) -> None:
+    """Move this rank's gradients out of ``.grad`` into pieces of their own.
+
+    Raises:
+        UnknownStateError: a gradient is not there, or is not reduced; by name, and then none was moved.
+    """
+    trained = {
+        tensor.name: world.found[tensor.name].value
+        for tensor in world.catalogue
+        if tensor.states[-1].name == GRAD and tensor.name in world.found
+    }
+    if missing := [name for name, param in trained.items() if param.grad is None]:
+        raise UnknownStateError(
+            f"{', '.join(missing)}: no gradient after this part of the step; a part ends with reduced gradients "
+            "(FSDP2: set_requires_gradient_sync(True) for its last backward), and what is never trained is frozen"
+        )
+    for name, param in trained.items():
+        gradient = local_tensor(param.grad)
+        piece = party.memory.allocate(tuple(gradient.shape), gradient.dtype)
+        world.gradients[name] = piece.copy_(gradient)
+        param.grad = None  # FSDP2 reduces a unit's gradients into one storage, which goes with the last of them
+
+
+def give(world: World, pieces: Mapping[str, torch.Tensor]) -> None:
+    """Let training go on in ``world`` from copies of ``pieces``, gradients by name."""
+    for name, piece in pieces.items():
+        param = world.found[name].value
+        param.grad = shard_like(param, piece.flatten().clone())
+
+
+def forget(party: Party, world: World) -> None:
+    """Free the pieces: ``world`` has no gradients among its states any more."""
+    for piece in world.gradients.values():
+        party.memory.drop(piece)
+    world.gradients = {}
+    world.catalogue = tuple(
+        replace(tensor, states=tensor.states[:-1]) if tensor.states[-1].name == GRAD else tensor
+        for tensor in world.catalogue
+    )
