@@ -33,20 +33,17 @@ from dynatrain.train.check import Check
 from dynatrain.train.compiled import compile_seconds
 from dynatrain.train.copies import settle_copies
 from dynatrain.train.equal import require_equal
-from dynatrain.train.gradients import forget, give, inside, take, with_gradients
+from dynatrain.train.gradients import forget, give, inside, with_gradients
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import (
     Shared,
     allocate,
     bind,
-    check_carried,
-    check_tensors,
     leaf_values,
     make_world,
     match_catalogue,
     quiesce,
     read_reports,
-    refuse_pinned,
     remember,
     report,
     retire_world,
@@ -56,6 +53,7 @@ from dynatrain.train.install import (
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.proof import Proof
+from dynatrain.train.quiet import stand_still
 from dynatrain.train.registered import common
 from dynatrain.train.saved import Saved
 from dynatrain.train.streams import Streams
@@ -211,18 +209,9 @@ class Attempt:
         try:
             self._channel.at("quiesce")
             facts = common(self.old)
-            check_carried(self.old, self.target)
-            if self.order.after:
-                take(self.party, self.old)
-            quiesce(self.old)
-            check_tensors(self.party, self.old)
-            now, planned = self.old.states(), {tensor.name: tensor.states for tensor in self.old.catalogue}
-            where = self.old.where.items()
-            if changed := sorted(name for name, (entry, _) in where if planned[name] != now[entry]):
-                raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")
-            self._old_pieces = self.old.pieces(self.party.rank, self.party.device)
-            if self._tight:
-                refuse_pinned(self.old, self._old_pieces)
+            self._old_pieces = stand_still(
+                self.party, self.old, self.target, inside=bool(self.order.after), gives_up=self._tight
+            )
             if self._compares_first:
                 self._proved.note(self._old_pieces)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
