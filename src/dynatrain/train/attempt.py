@@ -313,9 +313,8 @@ class Attempt:
     def _free(self) -> None:
         if self._moves is not None:
             self._moves.release()
-        for piece in self._targets.values():
-            self.party.memory.give_back(piece)
-        self._targets.clear()
+        while self._targets:
+            self.party.memory.give_back(self._targets.popitem()[1])
 
     def undo(self, why: str) -> None:
         """The old world again, as it was at :meth:`move`, however far the attempt has come. On all ranks.
@@ -365,8 +364,6 @@ class Attempt:
         """The attempt is over, one way or the other: the collector runs again if it did."""
         if self._collects:
             gc.enable()
-
-    # Small things.
 
     @property
     def seconds(self) -> dict[str, float]:
