@@ -51,7 +51,9 @@ def certificate(
         replicas=Replicas(groups=1, checked=2, unequal=0),
         digest=Digest(algorithm="test", before=digest, after=digest, equal=True),
         bytes=Bytes(**record.bytes),
-        seconds=Seconds(build=0.1, warm=0.01, quiesce=0.001, move=0.02, check=0.1, compile=0.0, commit=0.001, stall=0.03),
+        seconds=Seconds(
+            build=0.1, warm=0.01, quiesce=0.001, move=0.02, check=0.1, compile=0.0, commit=0.001, stall=0.03
+        ),
         lost_seconds=0.05,
         floor_seconds=0.01,
         peak_bytes=PeakBytes(

@@ -32,11 +32,11 @@ def logits_alone(logits):
     """``oracle.logits``, each document by itself."""
     data = CASE.data()
 
-    def packed(w, shape, samples, tokens, run):
+    def packed(w, shape, samples, tokens, run, beside=None):
         rows = []
         for sample, row, starts in zip(samples, tokens, data.documents(samples.numpy()), strict=True):
             cuts = [*np.unique(starts).tolist(), len(row)]
-            parts = [logits(w, shape, sample[None], row[None, first:end], run) for first, end in pairwise(cuts)]
+            parts = [logits(w, shape, sample[None], row[None, first:end], run, beside) for first, end in pairwise(cuts)]
             rows.append(torch.cat(parts, dim=1))
         return torch.cat(rows)
 
