@@ -140,7 +140,11 @@ def test_a_failing_rank_frees_the_others_and_tight_goes_back_on_a_new_group():
         return found[0], rank.misplaced(old, rank.old), failed, freed
 
     results = run(4, work, 2 * DEADLINE)
-    assert [result[:2] for result in results] == [*[("TransportError", [])] * 3, ("InterruptedError", [])]
+    # A rank that was waiting for nothing of the one that failed hears of it by the vote.
+    assert {result[0] for result in results[:3]} <= {"TransportError", "RoundRefused"}
+    assert "TransportError" in {result[0] for result in results[:3]}
+    assert results[3][0] == "InterruptedError"
+    assert [result[1] for result in results] == [[]] * 4
     # One clock for all processes. How long a rank took to come that far is the machine's affair.
     (failed,) = results[3][2]
     assert max(result[3] for result in results) - failed < DEADLINE / 2

@@ -47,7 +47,7 @@ def written(mode):
         "replicas": {"groups": 2, "checked": 4, "unequal": 0, "mended": 0},
         "digest": {"algorithm": "sum", "before": digests, "after": digests, "equal": True},
         "bytes": dict(record.bytes),
-        "seconds": dict.fromkeys(("build", "warm", "quiesce", "move", "check", "commit", "stall"), 0.5),
+        "seconds": dict.fromkeys(("build", "warm", "quiesce", "move", "check", "compile", "commit", "stall"), 0.5),
         "lost_seconds": 0.5,
         "floor_seconds": 0.25,
         "peak_bytes": {
