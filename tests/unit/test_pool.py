@@ -39,7 +39,7 @@ def test_poison_is_visible_in_every_dtype():
 
 def test_the_peak_counts_what_is_held_at_once():
     pool = Pool()
-    pool.hold(Piece(torch.zeros(10), ((0, 10),)))
+    pool.hold([Piece(torch.zeros(10), ((0, 10),))])
     one = pool.allocate((20,), torch.uint8)
     pool.drop(one)
     pool.drop(pool.allocate((15,), torch.uint8))

@@ -33,6 +33,7 @@ def attempt_of(number=1, mode="auto"):
         seconds={"build": 0.5},
         party=SimpleNamespace(device=torch.device("cpu"), world_size=1, groups=SimpleNamespace(backend="gloo")),
         old=SimpleNamespace(layout=parse_layout("dp1")),
+        mended=0,
         target=parse_layout("dp1"),
     )
 
