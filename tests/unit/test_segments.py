@@ -1,6 +1,7 @@
 """Fused and padded tensors: where their parts lie in every layout, and what plans and their judge make of that."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -93,6 +94,27 @@ def test_every_plan_between_such_layouts_passes_the_judge_and_lands_right(mode):
             assert np.array_equal(landed[key], values)
 
 
+def test_a_row_of_padding_that_leaks_into_the_real_ones_is_named():
+    """The head has 11 rows; under tp2 it is stored as 16, of which the second rank has rows 8 to 11 and 5 of nobody."""
+    (catalogue, old), (_, new) = owned(1, 4), owned(2, 1)
+    head = next(index for index, tensor in enumerate(catalogue) if tensor.name == "head")
+    schedule = keep_schedule(catalogue, 1000)
+    parts = [rank_plan(catalogue, old, new, rank, schedule, adoptable=lambda _: False) for rank in range(4)]
+
+    def longer(move):
+        rows, *rest = move.box or ((0, 0),)
+        leaks = move.tensor == head and rows[1] == 11 and move.box
+        return replace(move, box=((rows[0], 12), *rest)) if leaks else move
+
+    wrong = [
+        replace(part, **{name: tuple(map(longer, getattr(part, name))) for name in ("sends", "receives", "relays")})
+        for part in parts
+    ]
+    assert judge_all(catalogue, old, new, parts).ok
+    found = "\n".join(judge_all(catalogue, old, new, wrong).problems)
+    assert re.search(r"head\.param \[\d+:12, 0:5\] on rank 1 is not within the piece that the target needs", found)
+
+
 def test_segments_that_are_exchanged_in_a_plan_or_handed_over_apart_are_caught():
     (catalogue, old), (_, new) = owned(1, 4), owned(2, 2)
     table = storage(catalogue, old, new)
@@ -104,7 +126,8 @@ def test_segments_that_are_exchanged_in_a_plan_or_handed_over_apart_are_caught()
         return tuple(replace(move, tensor={1: 2, 2: 1}.get(move.tensor, move.tensor)) for move in moves)
 
     wrong = [replace(part, sends=exchange(part.sends)) for part in parts]
-    assert judge_all(catalogue, old, new, wrong, budget_bytes=budget).problems
+    found = "\n".join(judge_all(catalogue, old, new, wrong, budget_bytes=budget).problems)
+    assert re.search(r"layers\.0\.k\.param \[.*\] on rank \d is sent but not received", found)
 
     alone = replace(schedule, rounds=tuple((granule,) for granules in schedule.rounds for granule in granules))
     apart = [rank_plan(catalogue, old, new, rank, alone) for rank in range(4)]
