@@ -115,12 +115,10 @@ class Case:
         return Samples(tokens=tokens.astype(np.uint16), sequence=TOKENS)
 
 
-def expected(case, *, tree=True):
-    """Each step's loss, and ``{(tensor, state): value}`` at the end of each visit, by the oracle."""
-    data, dtype = case.data(), str(master_dtype(case.compute)).removeprefix("torch.")
-    tensors = catalogue(case.shape, dtype, optimizer="")
-    kinds = {tensor.name: tensor.states[0].name for tensor in tensors}
-    start = {
+def beginning(case):
+    """The initial value of every tensor, by name."""
+    dtype = str(master_dtype(case.compute)).removeprefix("torch.")
+    return {
         tensor.name: initial_box(
             case.seed,
             tensor.name,
@@ -129,22 +127,29 @@ def expected(case, *, tree=True):
             rule=initial_rule(tensor.name, case.shape),
             dtype=getattr(torch, tensor.states[0].dtype),
         )
-        for tensor in tensors
+        for tensor in catalogue(case.shape, dtype, optimizer="")
     }
 
-    def batch(step):
-        ids = batch_ids(case.seed, step, case.micro_batches, case.samples)
-        for number in ids.reshape(-1, 1):
-            inputs, targets = data.batch(number)
-            yield torch.from_numpy(number), torch.from_numpy(inputs), torch.from_numpy(targets)
 
+def batch_of(case, step):
+    """The micro-batches of a step, as the oracle takes them."""
+    data = case.data()
+    for number in batch_ids(case.seed, step, case.micro_batches, case.samples).reshape(-1, 1):
+        inputs, targets = data.batch(number)
+        yield torch.from_numpy(number), torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+def expected(case, *, tree=True):
+    """Each step's loss, and ``{(tensor, state): value}`` at the end of each visit, by the oracle."""
+    dtype = str(master_dtype(case.compute)).removeprefix("torch.")
+    kinds = {tensor.name: tensor.states[0].name for tensor in catalogue(case.shape, dtype, optimizer="")}
     settings = case.settings
     losses, visits = [], []
     for step, (loss, weights, moments) in enumerate(
         oracle.train(
-            start,
+            beginning(case),
             case.shape,
-            (list(batch(step)) for step in range(case.steps)),
+            (list(batch_of(case, step)) for step in range(case.steps)),
             seed=case.seed,
             rate=settings.lr,
             warmup=settings.warmup_steps,
