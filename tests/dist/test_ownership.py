@@ -103,8 +103,8 @@ SHAPES |= {
 TEXTS = dict.fromkeys(SHAPES, TEN + MORE) | {
     "even, untied": TEN,
     "uneven, tied, with norms of heads": TEN + MORE + CONTEXTS,
-    "experts in every layer, softmax": CONTEXTS + EXPERTS,
-    "a dense layer, then experts with a shared one; latents; tied": TEN + CONTEXTS + EXPERTS,
+    "experts in every layer, softmax": EXPERTS,
+    "a dense layer, then experts with a shared one; latents; tied": CONTEXTS + EXPERTS,
 }
 CASES = {
     (name, text): (shape, parse_layout(text))
