@@ -1,16 +1,19 @@
 """Which layout a world of another size gets where nobody has named one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import EXPERT_AXES, Layout
 from dynatrain.layout.legality import ModelLimits, problems
 from dynatrain.layout.nearest import changes, ranked
+from dynatrain.layout.sizes import Sizes
 from dynatrain.layout.text import print_layout
 
 _KEPT = ("pp", "cp", "tp", *EXPERT_AXES)
 """Axes that a change of size leaves alone where it can: what they cut is bound to machines and to the model."""
+
+_ANY = Sizes()
 
 _SEARCHED = 64
 """How far from a size without a legal layout another one is looked for."""
@@ -23,6 +26,7 @@ def resized(
     world_size: int,
     num_microbatches: int | None = None,
     sequence: int | None = None,
+    sizes: Sizes = _ANY,
     moved: Callable[[Layout], int] | None = None,
 ) -> Layout:
     """The layout of ``world_size`` ranks that follows ``layout``. Deterministic.
@@ -37,18 +41,19 @@ def resized(
         world_size: ranks that there are to be.
         num_microbatches: of one global step, which stays; None where the batch is free.
         sequence: tokens of one sequence; None where it is free.
+        sizes: that the run may have.
         moved: bytes that the change to a layout moves; asked only between layouts that are equally near.
 
     Raises:
-        LayoutError: no layout of that size is legal, with the rules that the obvious one breaks, and the layouts of the
-            nearest sizes that have one.
+        LayoutError: the run may not have that size, or no layout of it is legal; with the rules that forbid it or that
+            the obvious layout breaks, and the layouts of the nearest sizes that may be and have one.
     """
     given: dict[str, Any] = {"num_microbatches": num_microbatches, "sequence": sequence}
     near = ranked(layout, world_size)
     legal = [one for one in near if not problems(one, limits, world_size=world_size, **given)]
-    if not legal:
+    if not legal or not sizes.allows(world_size):
         obvious = min(near, key=lambda one: (not _keeps(layout, one), _absorbed(layout, one), near.index(one)))
-        raise _refusal(layout, obvious, limits, given)
+        raise _refusal(layout, obvious, limits, sizes, given)
     kept = [one for one in legal if _keeps(layout, one)]
     if kept:
         return min(kept, key=lambda one: (_absorbed(layout, one), legal.index(one)))
@@ -72,17 +77,18 @@ def _absorbed(layout: Layout, near: Layout) -> tuple[int, int]:
     return 2, -(fsdp if sharded else dp)
 
 
-def _refusal(layout: Layout, obvious: Layout, limits: ModelLimits, given: dict[str, Any]) -> LayoutError:
+def _refusal(layout: Layout, obvious: Layout, limits: ModelLimits, sizes: Sizes, given: dict[str, Any]) -> LayoutError:
     size = obvious.world_size
     ways = range(size - 1, max(size - 1 - _SEARCHED, 0), -1), range(size + 1, size + 1 + _SEARCHED)
-    found = [near for sizes in ways if (near := _first(layout, limits, sizes, given)) is not None]
+    found = [near for way in ways if (near := _first(layout, limits, filter(sizes.allows, way), given)) is not None]
     others = " and ".join(str(one.world_size) for one in found) or f"none within {_SEARCHED}"
     broken = tuple(f"{print_layout(obvious)}: {problem}" for problem in problems(obvious, limits, **given))
+    forbidden = () if sizes.allows(size) else (sizes.problem(size),)
     what = f"no layout of {size} ranks is legal here; nearest sizes that have one: {others}"
-    return LayoutError(what, broken, tuple(map(print_layout, found)))
+    return LayoutError(what, (*forbidden, *broken), tuple(map(print_layout, found)))
 
 
-def _first(layout: Layout, limits: ModelLimits, sizes: range, given: dict[str, Any]) -> Layout | None:
+def _first(layout: Layout, limits: ModelLimits, sizes: Iterable[int], given: dict[str, Any]) -> Layout | None:
     """The layout of the first of ``sizes`` that has one."""
     for size in sizes:
         if any(not problems(one, limits, **given) for one in ranked(layout, size)):
