@@ -1,6 +1,7 @@
 """llama-3.1-70b over 1,024 ranks, the size that the project promises."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from tests.plans.cases import layout
@@ -35,6 +36,19 @@ def test_one_rank_derives_its_part_in_20_ms(case):
         part = rank_plan(tensors, old, new, 0, schedule)
         seconds.append(time.perf_counter() - start)
     assert part.receives
+    assert min(seconds) < 0.020, seconds
+
+
+def test_one_rank_derives_its_part_of_a_crossing_in_20_ms(case):
+    tensors, old, new, _, schedule = case
+    crossing = replace(new, layout=new.layout.over([*range(1024, 1048), *range(24, 1024)]))  # the first 24 leave
+    seconds, parts = [], []
+    for rank in (0, 500, 1047):
+        start = time.perf_counter()
+        parts.append(rank_plan(tensors, old, crossing, rank, schedule))
+        seconds.append(time.perf_counter() - start)
+    assert [bool(part.receives) for part in parts] == [False, True, True]
+    assert [bool(part.sends) for part in parts] == [True, True, False]
     assert min(seconds) < 0.020, seconds
 
 
