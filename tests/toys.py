@@ -67,8 +67,8 @@ def picked(draw):
 
 def toy(pick, ways=None) -> Toy:
     """A random one; with ``ways`` 5 or 7 its sizes are of that kind, so that such worlds can cut it."""
-    ways = ways or pick((1, 1, 1, 1, 1, 5, 7))
-    heads = ways * pick((1, 2)) if ways > 1 else pick((2, 4, 6, 8, 12, 12))
+    ways = ways or pick((*(1,) * 10, 5, 7))
+    heads = ways * pick((1, 2, 2)) if ways > 1 else pick((2, 4, 6, 8, 12, 12))
     optimizer = pick(tuple(OPTIMIZERS))
     return Toy(
         layers=pick((1, 2, 4, 4, 5, 6, 7, 8)),
@@ -76,11 +76,11 @@ def toy(pick, ways=None) -> Toy:
         kv_heads=pick([n for n in (1, 2, 3, 4, 5, 7, 8) if heads % n == 0]),
         head=pick((1, 2, 3)),
         width=ways * pick((2, 3, 4)) if ways > 1 else pick((7, 12, 12, 16, 20, 24, 24, 24)),
-        inner=ways * pick((1, 2, 3)) if ways > 1 else pick((5, 12, 12, 16, 18, 24, 24, 24)),
+        inner=ways * pick((1, 2, 2)) if ways > 1 else pick((5, 12, 12, 16, 18, 24, 24, 24)),
         vocabulary=pick((5, 11, 13, 17, 24)),
         tied=pick((False, True)),
-        experts=pick((0, ways, ways, 2 * ways)) if ways > 1 else pick((0, 2, 3, 4, 6, 8, 8)),
-        expert_inner=ways * pick((1, 2)) if ways > 1 else pick((2, 3, 4, 6, 8, 12)),
+        experts=pick((0, ways, 2 * ways, 2 * ways)) if ways > 1 else pick((0, 2, 3, 4, 6, 8, 8)),
+        expert_inner=ways * pick((1, 2, 2)) if ways > 1 else pick((2, 3, 4, 6, 8, 12)),
         dense=pick((0, 0, 1)),
         optimizer=optimizer,
         rest=pick((optimizer, optimizer, *OPTIMIZERS)),
@@ -208,7 +208,7 @@ def _experts(pick, of: Toy, sizes):
 
 def _mostly_over_1(sizes):
     first, *more = sizes
-    return [first, *more, *more]
+    return [first, *more, *more, *more]
 
 
 def _divisors(number: int) -> list[int]:

@@ -47,7 +47,7 @@ def walk(seed, legs, worlds):
 
 
 SHORT = dict.fromkeys(range(4), (2, (4, 6, 8)))
-LONG = dict.fromkeys(range(100, 300), (5, (*range(2, 17), 8, 12, 16)))
+LONG = dict.fromkeys(range(100, 300), (5, toys.WORLDS))
 """Layouts of each seed's walk, and the worlds that they are of."""
 
 
