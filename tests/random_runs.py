@@ -22,7 +22,7 @@ SIZES = tuple(TOKENS)
 CHANGES = tuple(itertools.permutations(ALL, 2))
 """Each axis that shrinks with each that grows. Forty walks are too few for chance: each is asked for two of them."""
 
-NEAR = 1e-9
+NEAR = 1e-11
 """Scores that lie nearer than that may change places in another order of summing."""
 DISCRETE = {
     "8-bit codes": "a moment between two codes, or a scale between two numbers of fp32, may go to either",

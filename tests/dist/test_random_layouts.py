@@ -1,6 +1,7 @@
 """Random models trained on random walks over all axes: every switch moves every bit, and every run is the oracle's."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tests.pasted import pasted, same
 from dynatrain.space import optimizers as schemas
 from dynatrain.train.optimizers import adamw8bit
 
-SHORT = (30,)
+SHORT = (5,)
 """Seeds that are tried every time, on four ranks."""
 
 
@@ -89,3 +90,16 @@ def test_what_a_switch_leaves_out_or_alters_is_told():
         pasted([*moved, bent])
     with pytest.raises(AssertionError, match="w"):
         pasted(held[1:])
+
+
+def test_what_may_flip_is_what_the_closed_list_says():
+    case = random_runs.walk(5).case
+    nearest = random_runs.Nearest()
+    sizes = replace(case.shape.experts, num_experts=4, num_experts_per_tok=2)
+
+    assert nearest(sizes, [0.1, 0.4, 0.2, 0.3]) == [1, 3]
+    assert random_runs.flips(case, nearest.least) == []
+    assert nearest(sizes, [0.1, 0.4, 0.3 + 1e-13, 0.3]) == [1, 2]
+    assert random_runs.flips(case, nearest.least) == ["top-k"]
+    assert random_runs.flips(replace(case, bf16=True)) == ["bf16 Newton-Schulz"]
+    assert random_runs.flips(replace(case, optimizer="adamw8bit")) == ["8-bit codes"]
