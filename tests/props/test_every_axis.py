@@ -22,7 +22,7 @@ from dynatrain.space.box import volume
 from dynatrain.space.ownership import declared
 
 few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-SHORT = range(5)
+SHORT = range(4)
 LONG = range(100, 250)
 
 
