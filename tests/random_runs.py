@@ -9,6 +9,7 @@ from tests.histogram import ALL
 from tests.jobs import Case
 
 from dynatrain.layout.legality import problems
+from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import print_layout
 from dynatrain.space.blocks import Experts
 from dynatrain.space.decoder import DecoderShape
@@ -36,7 +37,7 @@ walks alone the state right after each switch is compared, and not what training
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """A random model on three or four layouts and back to the first.
+    """A random model on four layouts, the third perhaps the first again, and back to the first.
 
     Attributes:
         toy: sizes, as the histogram counts them.
@@ -85,9 +86,9 @@ def walk(seed):
 
 
 def pair(pick, of, shape, size, shrinks, grows):
-    """Two legal layouts between which one axis shrinks and another grows; None where chance finds none."""
+    """Two legal layouts, resolved, between which one axis shrinks and another grows; None where chance finds none."""
     for _ in range(150):
-        before, after = toys.layout(pick, of, size), toys.layout(pick, of, size)
+        before, after = (resolve(toys.layout(pick, of, size), of.layers) for _ in range(2))
         less = after.size(shrinks) < before.size(shrinks)
         if less and after.size(grows) > before.size(grows) and all(legal(one, shape, size) for one in (before, after)):
             return before, after
