@@ -72,7 +72,6 @@ def walk(seed):
     case = Case(
         tour=tuple(map(print_layout, stops)),
         size=size,
-        steps_each=pick((1, 1, 2)),
         modes=pick((("keep", "tight"), ("tight", "keep"))),
         seed=seed,
         shape=shape,

@@ -13,7 +13,7 @@ from tests.pasted import pasted, same
 from dynatrain.space import optimizers as schemas
 from dynatrain.train.optimizers import adamw8bit
 
-SHORT = (5,)
+SHORT = (35,)
 """Seeds that are tried every time, on four ranks."""
 
 
