@@ -67,7 +67,8 @@ def circuit(layouts, seed):
 class Case:
     """What runs: ``steps_each`` steps in each layout of ``tour``; the switches take ``modes`` in turn.
 
-    With ``after``, a visit's first step begins with that many micro-batches in the layout before.
+    With ``after``, a visit's first step begins with that many micro-batches in the layout before. With ``moved``, ranks
+    also hand back all that they held at both ends of each switch.
     """
 
     tour: tuple[str, ...]
@@ -86,6 +87,10 @@ class Case:
     schedule: str = "1f1b"
     recompute: str = "none"
     compile_with: str = ""
+    tokens: int = TOKENS
+    optimizer: str = "adamw"
+    bf16: bool = False
+    moved: bool = False
 
     @property
     def steps(self):
@@ -94,7 +99,13 @@ class Case:
     @property
     def settings(self):
         return OptimizerSettings(
-            lr=1e-3, warmup_steps=5, total_steps=self.steps, clip_norm=self.clip, exact_norm=self.exact_norm
+            name=self.optimizer,
+            lr=1e-3,
+            bf16_newton_schulz=self.bf16,
+            warmup_steps=5,
+            total_steps=self.steps,
+            clip_norm=self.clip,
+            exact_norm=self.exact_norm,
         )
 
     def job(self):
@@ -111,8 +122,8 @@ class Case:
         )
 
     def data(self):
-        tokens = np.random.default_rng(self.seed).integers(0, self.shape.vocab_size, self.samples * TOKENS + 1)
-        return Samples(tokens=tokens.astype(np.uint16), sequence=TOKENS)
+        tokens = np.random.default_rng(self.seed).integers(0, self.shape.vocab_size, self.samples * self.tokens + 1)
+        return Samples(tokens=tokens.astype(np.uint16), sequence=self.tokens)
 
 
 def beginning(case):
@@ -156,6 +167,7 @@ def expected(case, *, tree=True):
             steps=settings.total_steps,
             clip=settings.clip_norm or float("inf"),
             tree=tree,
+            by=settings.name,
         )
     ):
         losses.append(loss)
@@ -247,19 +259,45 @@ class Asking:
         return asked
 
 
-def distance(world, rank, want):
-    """State by state, the largest difference between what this rank holds and its boxes of ``want``."""
-    found = {}
+def held(world, rank):
+    """``((tensor, state), box, value)`` of all that this rank holds."""
     tensors = {tensor.name: tensor for tensor in world.catalogue}
     for (name, state), value in world.values().items():
         kept = next(one for one in tensors[name].states if one.name == state)
-        box = world.ownership.state_box(tensors[name], kept, rank)
+        yield (name, state), world.ownership.state_box(tensors[name], kept, rank), value
+
+
+def distance(world, rank, want):
+    """State by state, the largest difference between what this rank holds and its boxes of ``want``."""
+    found = {}
+    for (name, state), box, value in held(world, rank):
         whole_value = want[name, state]
         part = whole_value[within(box, whole(tuple(whole_value.shape)))]
         assert (part.shape, part.dtype) == (value.shape, value.dtype)
         apart = (part - value).abs().max().item() if value.numel() else 0.0
         found[state] = max(found.get(state, 0.0), float("inf") if apart != apart else apart)  # noqa: PLR0124 - NaN
     return found
+
+
+class Ends:
+    """What one rank holds at the end of each visit, and again as its next step begins in another layout."""
+
+    def __init__(self, sw, rank):
+        self.sw, self.rank, self.found, self.left = sw, rank, [], None
+        self.world, self.parts = sw.world, sw.step_parts
+        sw.step_parts = self.step_parts
+
+    def copied(self):
+        return {key: (box, value.detach().clone().numpy()) for key, box, value in held(self.sw.world, self.rank)}
+
+    def leave(self):
+        self.left = self.copied()
+
+    def step_parts(self, num_micro_batches):
+        if self.sw.world is not self.world:
+            self.found.append((self.left, self.copied()))
+            self.world = self.sw.world
+        yield from self.parts(num_micro_batches)
 
 
 def _train(case, visits, world):
@@ -270,12 +308,17 @@ def _train(case, visits, world):
         mode = case.modes[number % len(case.modes)]
         sw.request(layout, mode=mode, at=number * case.steps_each, after=case.after)
     steps, apart, places = [], [], []
+    ends = Ends(sw, world.rank) if case.moved else None
 
     def after(result):
         steps.append((result.step, result.loss, result.grad_norm, result.lr, result.ids.tolist(), data.take()))
         places.append(sw.world.layout)
         if result.step % case.steps_each == case.steps_each - 1:
-            apart.append(distance(sw.world, world.rank, visits[result.step // case.steps_each]))
+            if visits:
+                apart.append(distance(sw.world, world.rank, visits[result.step // case.steps_each]))
+            if ends:
+                ends.leave()
 
     Trainer(job, data, sw, after).run(case.steps)
-    return {"steps": steps, "apart": apart, "layouts": places, "switches": books.switches}
+    moved = ends.found if ends else []
+    return {"steps": steps, "apart": apart, "layouts": places, "switches": books.switches, "moved": moved}
