@@ -84,7 +84,7 @@ def test_every_change_of_a_record_is_found(tmp_path, key):
 
 
 def test_another_schema_and_other_texts_are_refused():
-    later = dataclasses.replace(recorded(), schema=4).to_json()
-    for text, said in ((later, "schema 4"), ("{}", "not a plan record"), ("[1]", "not a plan record"), ("", "not a")):
+    later = dataclasses.replace(recorded(), schema=5).to_json()
+    for text, said in ((later, "schema 5"), ("{}", "not a plan record"), ("[1]", "not a plan record"), ("", "not a")):
         with pytest.raises(PlanRecordError, match=said):
             PlanRecord.from_json(text)

@@ -20,7 +20,7 @@ from dynatrain.plan.table import WholePlan
 from dynatrain.space.ownership import Ownership, Placement
 from dynatrain.space.tensor import Catalogue, State, Tensor
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the record; a reader refuses others."""
 
 
@@ -198,8 +198,8 @@ def _tensor(found: Mapping[str, Any]) -> RecordedTensor:
 
 
 def _placement(found: Mapping[str, Any]) -> Placement:
-    spans = tuple((start, stop, room) for start, stop, room in found["spans"])
-    return Placement(_pairs(found["cuts"]), tuple(found["stages"]), spans)
+    spans = tuple((start, stop, local, room) for start, stop, local, room in found["spans"])
+    return Placement(_pairs(found["cuts"]), tuple(found["stages"]), spans, found["along"])
 
 
 def _pairs(cuts: list[list[Any]]) -> tuple[tuple[str, int], ...]:
