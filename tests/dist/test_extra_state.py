@@ -4,7 +4,10 @@ import pytest
 import torch
 from tests.dist.foreign import Books, Net, everywhere, groups_of, shard, switcher, until_ended
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from dynatrain.layout.stages import held_stages
+from dynatrain.layout.text import parse_layout
 from dynatrain.observe.checkpoints import newest
 from dynatrain.train.saving import Saves
 
@@ -107,3 +110,100 @@ def test_a_module_that_does_not_take_its_extra_state_over_is_refused_by_name(kin
     for reason in everywhere(2, work):
         assert "blocks.2.0" in reason
         assert said in reason
+
+
+class Odd:
+    """What could only be read by running code."""
+
+
+class Stage(nn.Module):
+    """Some of four blocks, and one more that every stage has."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(number): Scaled(6) for number in numbers})
+        self.everywhere = Scaled(6)
+
+
+def build_stages(mesh, layout):
+    held, each = held_stages(layout, mesh.get_local_rank("pp")), 4 // layout.num_stages
+    parts = [Stage(range(stage * each, (stage + 1) * each)).double() for stage in held]
+    for part in parts:
+        fully_shard(part, mesh=mesh["dp", "fsdp"])
+    return parts, torch.optim.AdamW([p for part in parts for p in part.parameters()])
+
+
+def held(sw):
+    """What this rank's modules have, by name; those of one name are equal."""
+    found = {}
+    for part in sw.parts:
+        for path, module in part.named_modules():
+            if isinstance(module, Scaled):
+                found.setdefault(path, set()).add((*module.history.tolist(), module.recipe["margin"]))
+    return {path: next(iter(values)) for path, values in found.items() if len(values) == 1 or found.clear()}
+
+
+def number_of(path):
+    return 9 if path == "everywhere" else 1 + int(path[-1])
+
+
+def write_stages(sw, more=0):
+    for part in sw.parts:
+        for path, module in part.named_modules():
+            if isinstance(module, Scaled):
+                module.history = torch.full((4,), (number_of(path) + more) / 3)
+                module.recipe = {"margin": number_of(path) + more}
+
+
+def right(sw, more=0):
+    """How many names this rank holds, if each has its own value."""
+    found = held(sw)
+    wanted = {p: (*torch.full((4,), (number_of(p) + more) / 3).tolist(), number_of(p) + more) for p in found}
+    return len(found) if found == wanted else found
+
+
+def test_it_follows_its_module_to_other_stages_and_through_checkpoints(tmp_path):
+    def work(world):
+        books, seen = Books(), []
+        settings = {"legal": parse_layout, "data_parallel": "free", "saves": Saves(root=tmp_path)}
+        sw = switcher(world, build_stages, "fsdp2", recorder=books, **settings)
+        write_stages(sw)
+        for layout in ("pp2v2", "pp2.order_1_0", "dp2", "pp2"):
+            sw.request(layout)
+            until_ended(sw, books)
+            seen.append(right(sw))
+        write_stages(sw, 10)
+        sw.save_now()
+        for layout in ("fsdp2", "pp2v2.order_1_0"):
+            other = switcher(world, build_stages, layout, name=layout, **settings)
+            other.load(newest(tmp_path)[0])
+            seen.append(right(other, 10))
+        return seen, books.ends
+
+    for seen, ends in everywhere(2, work):
+        assert [end[1:] for end in ends] == [("committed", "")] * 4
+        assert seen == [3, 3, 5, 3, 5, 3]
+
+
+def test_what_differs_between_stages_or_could_not_go_to_another_is_refused_by_name():
+    def work(world):
+        books, said = Books(), {}
+        sw = switcher(world, build_stages, "pp2v2", recorder=books, legal=parse_layout, data_parallel="free")
+
+        def attempt(name, part, value):
+            kept, part.everywhere.recipe = part.everywhere.recipe, value
+            sw.request("pp2")
+            ((_, _, said[name]),) = until_ended(sw, books)
+            part.everywhere.recipe = kept
+
+        write_stages(sw)
+        attempt("ranks", sw.parts[0], {"margin": 9 + world.rank})
+        attempt("parts", sw.parts[1], {"margin": 10})
+        attempt("code", sw.parts[0], {"margin": Odd()})
+        return said, right(sw)
+
+    for said, kept in everywhere(2, work):
+        assert kept == 3
+        assert "everywhere is not equal in all stages of this rank" in said["parts"]
+        assert "the extra state of everywhere" in said["ranks"]
+        assert "the extra state of everywhere could not follow it to another stage; keep to numbers" in said["code"]

@@ -49,12 +49,14 @@ def test_selective_recomputation_of_compiled_blocks_is_refused_with_what_is_near
 
 
 def test_blocks_that_stay_eager_beside_compiled_ones_are_told():
-    flags = ["--layout=tp2", '--switch=[{step=4, layout="fsdp2"}, {step=6, layout="tp2-sp"}]', "--steps=9"]
+    switches = '{step=4, layout="fsdp2"}, {step=6, layout="tp2-sp"}, {step=7, layout="pp2-zb"}, {step=8, layout="tp2"}'
+    flags = ["--layout=tp2", f"--switch=[{switches}]", "--steps=9"]
 
     assert checked(*flags).notes == ()
     assert [note.partition(":")[0] for note in checked("--blocks.compile=true", *flags).notes] == [
         "blocks stay eager in tp2",
         "blocks stay eager in tp2-sp",
+        "blocks stay eager in pp2-zb",
     ]
 
 

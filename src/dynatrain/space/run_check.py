@@ -58,8 +58,14 @@ class CheckedRun:
     def notes(self) -> tuple[str, ...]:
         """For people, at the start: what is other than asked for in some layouts."""
         layouts = (self.layout, *(layout for _, layout in self.switches)) if self.config.blocks.compile else ()
-        cut = dict.fromkeys(print_layout(layout) for layout in layouts if layout.size("tp") > 1)
-        return tuple(f"blocks stay eager in {text}: torch.compile does not take what tp cuts" for text in cut)
+        reasons = {print_layout(layout): why for layout in layouts if (why := _eager_why(layout))}
+        return tuple(f"blocks stay eager in {text}: torch.compile does not take {why}" for text, why in reasons.items())
+
+
+def _eager_why(layout: Layout) -> str:
+    if layout.size("tp") > 1:
+        return "what tp cuts"
+    return f"the backward in two halves of -{layout.schedule}" if layout.schedule else ""
 
 
 def check_run(config: RunConfig) -> CheckedRun:

@@ -18,7 +18,7 @@ from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.adopt import adopt, shard_like
 from dynatrain.train.agreement import SwitchAbortedError, exchange, on_every_rank
 from dynatrain.train.equal import require_equal
-from dynatrain.train.extra_state import check_extra_states, extra_states, give_extra_states
+from dynatrain.train.extra_state import check_extra_states, give_extra_states
 from dynatrain.train.gradients import give
 from dynatrain.train.groups import GroupPool, building
 from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
@@ -62,7 +62,7 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
     for part in parts:
         part.register_forward_pre_hook(forwards)
     hooks = built_hooks(parts, optimizer)
-    return World(layout, mesh, parts, optimizer, found, built_hooks=hooks, forwards=forwards)
+    return World(layout, mesh, parts, optimizer, found, built_hooks=hooks, forwards=forwards, rule=party.names)
 
 
 def report(world: World, states: Mapping[str, tuple[State, ...]], rank: int) -> list[Any]:
@@ -155,7 +155,7 @@ def check_carried(world: World, target: Layout) -> None:
     """
     check_holders(world)
     staged = max(world.layout.size("pp"), target.size("pp")) > 1
-    check_extra_states(world.parts, staged=staged)
+    check_extra_states(world.owners, staged=staged)
     check_hooks(world.parts, world.optimizer, world.found, world.built_hooks, staged=staged)
 
 
@@ -242,7 +242,7 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     new.gradients = {name: by_name[name][GRAD] for name in new.found if GRAD in by_name[name]}
     give(new, new.gradients)
     carry_hooks(old, new)
-    give_extra_states(new.parts, extra_states(old.parts))
+    give_extra_states(new.owners, new.given)
     _bind_objects(party, old, new, by_name)
 
 
