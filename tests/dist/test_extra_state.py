@@ -140,7 +140,8 @@ def held(sw):
         for path, module in part.named_modules():
             if isinstance(module, Scaled):
                 found.setdefault(path, set()).add((*module.history.tolist(), module.recipe["margin"]))
-    return {path: next(iter(values)) for path, values in found.items() if len(values) == 1 or found.clear()}
+    assert all(len(values) == 1 for values in found.values())
+    return {path: values.pop() for path, values in found.items()}
 
 
 def number_of(path):
@@ -190,20 +191,21 @@ def test_what_differs_between_stages_or_could_not_go_to_another_is_refused_by_na
         books, said = Books(), {}
         sw = switcher(world, build_stages, "pp2v2", recorder=books, legal=parse_layout, data_parallel="free")
 
-        def attempt(name, part, value):
-            kept, part.everywhere.recipe = part.everywhere.recipe, value
+        def attempt(name, parts, value):
+            for part in parts:
+                part.everywhere.recipe = {"margin": value}
             sw.request("pp2")
             ((_, _, said[name]),) = until_ended(sw, books)
-            part.everywhere.recipe = kept
+            write_stages(sw)
 
         write_stages(sw)
-        attempt("ranks", sw.parts[0], {"margin": 9 + world.rank})
-        attempt("parts", sw.parts[1], {"margin": 10})
-        attempt("code", sw.parts[0], {"margin": Odd()})
+        attempt("ranks", sw.parts, 9 + world.rank)
+        attempt("parts", sw.parts[1:], 10)
+        attempt("code", sw.parts, Odd())
         return said, right(sw)
 
     for said, kept in everywhere(2, work):
         assert kept == 3
         assert "everywhere is not equal in all stages of this rank" in said["parts"]
-        assert "the extra state of everywhere" in said["ranks"]
+        assert "the extra state of everywhere is not equal on all ranks: ranks [1] differ from rank 0" in said["ranks"]
         assert "the extra state of everywhere could not follow it to another stage; keep to numbers" in said["code"]

@@ -8,7 +8,7 @@ from tests.dist.test_segments import fill, same, whole
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 from dynatrain.layout.text import parse_layout
@@ -18,33 +18,63 @@ from dynatrain.train.groups import expert_mesh
 from dynatrain.train.saving import Saves
 from dynatrain.train.segments import SegmentError
 
-EXPERTS, WIDTH, INNER = 6, 4, 8
-SEGMENTS = {"experts.gate_up_proj": {"experts.gate_proj": INNER, "experts.up_proj": INNER}}
-DIMS = {"gate_up_proj": 1, "gate_proj": 1, "up_proj": 1, "down_proj": 2}
-"""What etp cuts of each stack."""
+EXPERTS, WIDTH, INNER, RANK = 6, 4, 8, 2
+SEGMENTS = {
+    "experts.gate_up_proj": {"experts.gate_proj": INNER, "experts.up_proj": INNER},
+    "experts.gate_up_lora_b": {"experts.gate_lora_b": INNER, "experts.up_lora_b": INNER},
+}
+IDLE = 5
+"""An expert that no token is sent to."""
 TOUR = {2: "fsdp4.ep2.etp2", 4: "fsdp4.ep2", 6: "fsdp4.etp2"}
 
 
 class Experts(nn.Module):
-    """Every token passes every expert, weighted; ranks that share experts out exchange all tokens."""
+    """Every token passes every expert, weighted; ranks that share experts out exchange all tokens.
+
+    Gate and up are frozen and have adapters of low rank; a further adapter is there that nothing uses.
+    """
 
     def __init__(self, *, fused):
         super().__init__()
-        stacks = {"gate_up_proj": 2 * INNER} if fused else {"gate_proj": INNER, "up_proj": INNER}
+        stacks = {"gate_up": 2 * INNER} if fused else {"gate": INNER, "up": INNER}
         for name, rows in stacks.items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(EXPERTS, rows, WIDTH)))
+            frozen = nn.Parameter(torch.zeros(EXPERTS, rows, WIDTH), requires_grad=False)
+            self.register_parameter(f"{name}_proj", frozen)
+            self.register_parameter(f"{name}_lora_b", nn.Parameter(torch.zeros(EXPERTS, rows, RANK)))
+        self.lora_a = nn.Parameter(torch.zeros(EXPERTS, RANK, WIDTH))
+        self.unused_lora_a = nn.Parameter(torch.zeros(EXPERTS, RANK, WIDTH))
         self.down_proj = nn.Parameter(torch.zeros(EXPERTS, WIDTH, INNER))
         self.groups = []
+
+    def cut(self, axes, mesh):
+        """Deal the experts out over ep, and over etp the width of each, which lora_a has not."""
+        for name, stack in list(self.named_parameters()):
+            etp = Replicate() if name.endswith("lora_a") else Shard(2 if name == "down_proj" else 1)
+            placed = {"ep": Shard(0), "etp": etp}
+            cut = distribute_tensor(stack.detach(), mesh[axes], [placed[axis] for axis in axes])
+            setattr(self, name, nn.Parameter(cut, requires_grad=stack.requires_grad))
+
+    def whole(self, name):
+        """A stack as a plain tensor; what ranks of etp hold copies of has a gradient that is a sum over them."""
+        stack = self.get_parameter(name)
+        if not isinstance(stack, DTensor):
+            return stack
+        grads = [Partial() if placed.is_replicate() else placed for placed in stack.placements]
+        return stack.to_local(grad_placements=grads)
+
+    def projected(self, x, name):
+        return torch.einsum("nh,efh->enf", x, self.whole(f"{name}_proj")) + torch.einsum(
+            "nh,erh,efr->enf", x, self.whole("lora_a"), self.whole(f"{name}_lora_b")
+        )
 
     def forward(self, x, weights, first):
         for group in self.groups:
             x, weights = (all_gather_tensor_autograd(t, 0, group) for t in (x, weights))
-        stacks = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in self.named_parameters()}
-        if "gate_up_proj" in stacks:
-            gate, up = torch.einsum("nh,efh->enf", x, stacks["gate_up_proj"]).chunk(2, -1)
+        if hasattr(self, "gate_up_proj"):
+            gate, up = self.projected(x, "gate_up").chunk(2, -1)
         else:
-            gate, up = (torch.einsum("nh,efh->enf", x, stacks[name]) for name in ("gate_proj", "up_proj"))
-        down = stacks["down_proj"]
+            gate, up = self.projected(x, "gate"), self.projected(x, "up")
+        down = self.whole("down_proj")
         out = torch.einsum("enf,ehf->enh", torch.tanh(gate) * up, down)
         out = torch.einsum("enh,ne->nh", out, weights[:, first : first + len(down)])
         for group in reversed(self.groups):
@@ -61,7 +91,8 @@ class Net(nn.Module):
 
     def forward(self, x):
         x = self.inside(x)
-        return x + self.experts(x, self.gate(x).softmax(-1), self.first)
+        idle = torch.arange(EXPERTS) == IDLE
+        return x + self.experts(x, self.gate(x).masked_fill(idle, -torch.inf).softmax(-1), self.first)
 
 
 def build(mesh, layout, *, fused=True):
@@ -69,10 +100,8 @@ def build(mesh, layout, *, fused=True):
     axes = tuple(axis for axis in ("ep", "etp") if layout.ways(axis) > 1)
     net.first = layout.index("ep", dist.get_rank()) * EXPERTS // layout.ep
     net.experts.groups = [experts.get_group(axis) for axis in axes]
-    for name, stack in list(net.experts.named_parameters()) if axes else ():
-        dims = {"ep": 0, "etp": DIMS[name]}
-        cut = distribute_tensor(stack.detach(), experts[axes], [Shard(dims[axis]) for axis in axes])
-        setattr(net.experts, name, nn.Parameter(cut))
+    if axes:
+        net.experts.cut(axes, experts)
     # FSDP2 cuts the dim of the segments where nothing else does, and elsewhere the experts, which are too few for some.
     dim = int(axes == ("ep",))
     fully_shard(net.experts, mesh=experts["efsdp"], shard_placement_fn=lambda _: Shard(dim))
@@ -111,7 +140,7 @@ def trained(world, make, tour):
     return found
 
 
-def test_experts_with_gate_and_up_in_one_train_through_switches_as_plain_stacks():
+def test_experts_with_gate_and_up_and_their_adapters_in_one_train_through_switches_as_plain_stacks():
     def work(world):
         return trained(world, build, TOUR), trained(world, build_plain, {})
 
@@ -119,7 +148,13 @@ def test_experts_with_gate_and_up_in_one_train_through_switches_as_plain_stacks(
         assert ends == [("committed", "")] * 3
         assert losses == pytest.approx(expected, rel=0, abs=1e-12)
         assert losses[-1] != pytest.approx(losses[0], rel=0, abs=1e-3)
-        assert {"experts.gate_proj", "experts.up_proj", "experts.down_proj"} <= {name for name, _ in state}
+        kinds = {name: [key for other, key in state if other == name] for name, _ in state}
+        assert kinds["experts.gate_proj"] == kinds["experts.up_proj"] == ["param"]
+        assert kinds["experts.gate_lora_b"] == ["param", "exp_avg", "exp_avg_sq", "step"]
+        assert state["experts.up_lora_b", "exp_avg"][:IDLE].all()
+        assert not state["experts.up_lora_b", "exp_avg"][IDLE].any()
+        assert state["experts.lora_a", "step"] == 8
+        assert state["experts.unused_lora_a", "step"] == 0
         assert state.keys() == kept.keys()
         for key, value in state.items():
             torch.testing.assert_close(value, kept[key], rtol=0, atol=1e-12)

@@ -207,10 +207,10 @@ class Attempt:
         assert self.new is not None
         try:
             self._channel.at("quiesce")
-            facts = facts_of(self.party, self.old, self.new)
             self._old_pieces = stand_still(
                 self.party, self.old, self.target, inside=bool(self.order.after), gives_up=self._tight
             )
+            facts = facts_of(self.party, self.old, self.new)
             if self._compares_first:
                 self._proved.note(self._old_pieces)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
