@@ -194,6 +194,21 @@ def _batch_problems(layout: Layout, num_microbatches: int, schedule: str) -> lis
     return [f"{short}; {need}: {ranks * stages} in all"]
 
 
+def least_share(layout: Layout, share: int, schedule: str) -> int:
+    """The least number of micro-batches, ``share`` or more, that the pipeline of one data rank takes."""
+    pp = layout.size("pp")
+    if pp == 1 or (layout.schedule or schedule) == ALL_FIRST:
+        return share
+    share = max(share, pp)
+    while _in_rounds(layout) and share % (share // pp):
+        share += 1
+    return share
+
+
+def _in_rounds(layout: Layout) -> bool:
+    return layout.schedule != "zbv" and (layout.chunks > 1 or bool(layout.schedule))
+
+
 def _round_problems(layout: Layout, num_microbatches: int) -> list[str]:
     """Interleaved stages take their micro-batches in equal rounds, of as few as there are pp ranks, or a few more.
 
@@ -201,12 +216,10 @@ def _round_problems(layout: Layout, num_microbatches: int) -> list[str]:
     a multiple of pp); one round of many would be GPipe, which asks for nothing. Where shares are uneven, fillers make
     them all the longest.
     """
-    if layout.schedule == "zbv" or (layout.chunks == 1 and not layout.schedule):
-        return []
     ranks, pp = layout.data_ranks, layout.size("pp")
     share = -(-num_microbatches // ranks)
     rounds = share // pp
-    if share % rounds == 0:
+    if not _in_rounds(layout) or share % rounds == 0:
         return []
     near = " or ".join(str(size * pp * ranks) for size in (rounds, rounds + 1))
     what = f"v{layout.chunks}" if layout.chunks > 1 else f"-{layout.schedule}"
