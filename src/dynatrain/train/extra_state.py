@@ -126,9 +126,15 @@ def hear(told: Sequence[list[Any]], old: Sequence[Owner], new: Sequence[Owner], 
     for rank, (hashes, _, _) in enumerate(told):
         for name, one in hashes.items():
             holders.setdefault(name, {})[rank] = one
+    values = {name: value for *_, of_rank in told for name, value in of_rank.items()}
     taken = {name for _, names, _ in told for name in names}
     problems = [f"no module {name} is there for its extra state" for name in sorted(holders.keys() - taken)]
-    problems += [f"there is no extra state for {name}" for name in sorted(taken - holders.keys())]
+    problems += [
+        f"there is no extra state for {name} of rank {rank}"
+        for rank, (hashes, names, _) in enumerate(told)
+        for name in names
+        if name not in hashes and name not in values
+    ]
     for name, by_rank in sorted(holders.items()):
         first, *_ = by_rank
         if others := [rank for rank, one in by_rank.items() if one != by_rank[first]]:
@@ -136,7 +142,7 @@ def hear(told: Sequence[list[Any]], old: Sequence[Owner], new: Sequence[Owner], 
             problems.append(f"{said}: ranks {others} differ from rank {first}")
     if problems:
         raise SwitchAbortedError("; ".join(problems))
-    mine, values = extra_states(old), {name: value for *_, of_rank in told for name, value in of_rank.items()}
+    mine = extra_states(old)
     return {
         name: mine[name] if name in mine else _decoded(values[name], device) for name in {owner.name for owner in new}
     }
