@@ -116,13 +116,23 @@ class Odd:
     """What could only be read by running code."""
 
 
+class Scale(nn.Module):
+    """Extra state alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.history, self.recipe = torch.zeros(4), {"margin": 0}
+
+    get_extra_state, set_extra_state = Scaled.get_extra_state, Scaled.set_extra_state
+
+
 class Stage(nn.Module):
-    """Some of four blocks, and one more that every stage has."""
+    """Some of four blocks, and a module that every stage has."""
 
     def __init__(self, numbers):
         super().__init__()
         self.blocks = nn.ModuleDict({str(number): Scaled(6) for number in numbers})
-        self.everywhere = Scaled(6)
+        self.everywhere = Scale()
 
 
 def build_stages(mesh, layout):
@@ -133,13 +143,16 @@ def build_stages(mesh, layout):
     return parts, torch.optim.AdamW([p for part in parts for p in part.parameters()])
 
 
+def scaled(sw):
+    found = [pair for part in sw.parts for pair in part.named_modules()]
+    return [(path, module) for path, module in found if isinstance(module, Scaled | Scale)]
+
+
 def held(sw):
     """What this rank's modules have, by name; those of one name are equal."""
     found = {}
-    for part in sw.parts:
-        for path, module in part.named_modules():
-            if isinstance(module, Scaled):
-                found.setdefault(path, set()).add((*module.history.tolist(), module.recipe["margin"]))
+    for path, module in scaled(sw):
+        found.setdefault(path, set()).add((*module.history.tolist(), module.recipe["margin"]))
     assert all(len(values) == 1 for values in found.values())
     return {path: values.pop() for path, values in found.items()}
 
@@ -149,11 +162,9 @@ def number_of(path):
 
 
 def write_stages(sw, more=0):
-    for part in sw.parts:
-        for path, module in part.named_modules():
-            if isinstance(module, Scaled):
-                module.history = torch.full((4,), (number_of(path) + more) / 3)
-                module.recipe = {"margin": number_of(path) + more}
+    for path, module in scaled(sw):
+        module.history = torch.full((4,), (number_of(path) + more) / 3)
+        module.recipe = {"margin": number_of(path) + more}
 
 
 def right(sw, more=0):
@@ -175,10 +186,12 @@ def test_it_follows_its_module_to_other_stages_and_through_checkpoints(tmp_path)
             seen.append(right(sw))
         write_stages(sw, 10)
         sw.save_now()
+        sw.close()
         for layout in ("fsdp2", "pp2v2.order_1_0"):
             other = switcher(world, build_stages, layout, name=layout, **settings)
             other.load(newest(tmp_path)[0])
             seen.append(right(other, 10))
+            other.close()
         return seen, books.ends
 
     for seen, ends in everywhere(2, work):

@@ -180,8 +180,10 @@ def test_every_bit_of_them_goes_there_and_back_in_both_modes_and_into_the_plain_
                 counted = sw._party.memory.held == table.old[world.rank]
                 seen.append((outcome, "planted" in reason, same(first, whole(sw)), counted))
         sw.save_now()
+        sw.close()
         plain = made(world, build_plain, name="plain")
         plain.load(newest(tmp_path)[0])
+        plain.close()
         with pytest.raises(SegmentError) as refused:
             made(world, build, name="odd", segments={"experts.gate_up_proj": {"gate": (INNER, 1), "up": INNER - 1}})
         return seen, same(first, whole(plain)), str(refused.value)

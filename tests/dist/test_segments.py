@@ -314,7 +314,7 @@ def test_what_is_not_as_declared_is_refused_at_start_by_name():
 
     said = everywhere(1, work)[0]
     expected = (
-        "mix.qkv.weight has shape (20, 6), its segments have 16 rows along dim 0; mix.qkv.bias has shape (20,)",
+        "mix.qkv.weight has shape (20, 6), its segments have 16 rows along one dim; mix.qkv.bias has shape (20,)",
         "share the names down.bias, down.weight",
         "gate_up.weight falls under gate_up and gate_up; declare it once",
         "gate.weight has 10 rows, which are not 3 equal heads",

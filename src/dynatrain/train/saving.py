@@ -125,13 +125,13 @@ class Saving:
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
         names = [group["params"] for group in self._begin_with.groups]
-        heard = self._ask("begin", [there, names], objection)
+        heard = self._ask("begin", [there, names, list(self._begin_with.extra)], objection)
         self.unchanged = heard[0][0]  # by rank 0's word: another may not see the folder yet
         if self.unchanged:
             self._snapshot.give_up("there is nothing to save")
             shutil.rmtree(partial, ignore_errors=True)
             return
-        groups = _merged(self._begin_with.groups, [names for _, names in heard])
+        groups = _merged(self._begin_with.groups, [names for _, names, _ in heard])
         objection = None
         try:
             partial.mkdir(parents=True, exist_ok=True)  # there already, if all share the disk, as they must
@@ -144,19 +144,20 @@ class Saving:
         objection = None
         if self._rank == 0:
             try:
-                self._complete(partial, everyone, groups)
+                self._complete(partial, everyone, groups, {name for *_, names in heard for name in names})
             except Exception as problem:  # noqa: BLE001 - told to all ranks
                 objection = objection_of(problem)
         self._ask("complete", None, objection)
 
-    def _complete(self, partial: Path, everyone: list[Any], groups: list[dict[str, Any]]) -> None:
+    def _complete(self, partial: Path, everyone: list[Any], groups: list[dict[str, Any]], extra: set[str]) -> None:
         files = [File(*file) for _, *named in everyone for file in named]
         if unseen := [file.name for file in files if not (partial / file.name).is_file()]:
             raise FileNotFoundError(
                 f"{', '.join(unseen)} cannot be seen from rank 0: all ranks must share the disk of {self._saves.root}"
             )
         places = self._begin_with.places | {flat(place): place for place in group_paths(groups)}
-        places |= {flat(streams_path(rank)): streams_path(rank) for rank in self._party.everyone}
+        beside = [*(streams_path(rank) for rank in self._party.everyone), *map(extra_path, sorted(extra))]
+        places |= {flat(place): place for place in beside}
         write_metadata(partial, [text for text, *_ in everyone], places)
         complete(partial, self._folder, self._begin_with.manifest(self._saves, [*files, File.of(partial / METADATA)]))
         prune(self._saves.root, self._saves.keep_last)
