@@ -19,7 +19,7 @@ EXPERTS = latent_shape(router_aux_loss_coef=0.1)
 SHORT = {
     "dense": (DENSE, ("fsdp2.tp2-sp", "pp2.cp2-ring"), "selective"),
     "experts": (EXPERTS, ("fsdp2.ep2", "tp2-sp.etp2"), "selective"),
-    "halves": (FOUR, ("pp2-zb", "pp2v2-zbv"), "selective"),
+    "halves": (FOUR, ("pp2v2-zbv",), "selective"),
 }
 LONG = {
     "dense, all": (DENSE, ("tp4", "fsdp2.cp2-ring", "pp2.cp2-ulysses", "cp4", "dp2.fsdp2-z2"), "full"),
