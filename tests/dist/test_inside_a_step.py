@@ -29,6 +29,7 @@ LONG = {
     ),
     "contexts": Case(tour=("cp2.fsdp2", "cp4-ring", "dp2.cp2"), after=2, shape=EXPERTS),
     "uneven shares": Case(tour=("fsdp3", "dp3", "pp3"), size=3, after=5, micro_batches=8),
+    "rounds": Case(tour=("dp2", "pp2v2", "pp2-zb", "pp2v2-zbv"), size=2, after=3, micro_batches=8),
     "gpipe": Case(tour=("pp4", "dp4", "pp2.tp2"), after=1, schedule="gpipe"),
 }
 

@@ -162,7 +162,7 @@ def test_what_is_read_is_what_is_declared(found, case):
             # An empty shard has no shape of its own in torch.
             assert local == shape_of(boxes[name]) or (volume(boxes[name]) == 0 and torch.Size(local).numel() == 0)
             pieces = table.pieces(tensors[name].shape, ownership.placements[name])
-            assert stored == pieces.elements(padded=True)[rank]
+            assert stored == pieces.stored(padded=True)[rank]
 
 
 def test_another_rank_order_is_noticed(found):

@@ -207,6 +207,27 @@ def without_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+class Lasting(AbstractContextManager[None]):
+    """The second of selective checkpointing's contexts, entered once for each half of a backward.
+
+    torch's own hands each kept result out once, because it takes a second backward for a mistake.
+
+    Args:
+        mode: the second of ``create_selective_checkpoint_contexts``.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+        self._kept = mode.storage  # {operator: {how often it ran before: result}}, which the first context fills
+
+    def __enter__(self) -> None:
+        self._mode.storage = {key: dict(results) for key, results in self._kept.items()}
+        self._mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__exit__(*error)
+
+
 def clear_dtensor_caches() -> None:
     """Forget the sharding decisions that name process groups, before those groups are destroyed.
 
