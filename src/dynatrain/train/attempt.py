@@ -32,7 +32,7 @@ from dynatrain.train.channel import Channel
 from dynatrain.train.check import Check
 from dynatrain.train.compiled import compile_seconds
 from dynatrain.train.copies import settle_copies
-from dynatrain.train.equal import require_equal
+from dynatrain.train.extra_state import all_extra_states, extra_states, require_owners, told_extra_states
 from dynatrain.train.gradients import forget, give, inside, with_gradients
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import (
@@ -54,7 +54,7 @@ from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.proof import Proof
 from dynatrain.train.quiet import stand_still
-from dynatrain.train.registered import common
+from dynatrain.train.registered import common, require_common
 from dynatrain.train.saved import Saved
 from dynatrain.train.streams import Streams
 from dynatrain.train.world import World
@@ -96,6 +96,7 @@ class Attempt:
     _proof: Proof | None = None
     _old_pieces: Pieces = field(default_factory=dict)
     _object_states: dict[str, Any] | None = None
+    _extra: dict[str, Any] = field(default_factory=dict)
     _old_leaves: dict[str, torch.Tensor] = field(default_factory=dict)
     _streams: Streams | None = None
     _compiled: float = 0.0
@@ -192,9 +193,8 @@ class Attempt:
             SwitchAbortedError: the old world stands, as it was.
             SwitchFailedError: neither world can be had.
         """
-        # Nothing is collected until the switch has ended: one collection takes longer than a small move.
         self._collects = gc.isenabled()
-        gc.disable()
+        gc.disable()  # until the switch has ended: one collection takes longer than a small move
         try:
             with self._channel.timed("quiesce"):
                 self._quiesce()
@@ -205,10 +205,10 @@ class Attempt:
             raise
 
     def _quiesce(self) -> None:
-        objection, facts = None, {}
+        objection, facts = None, None
         try:
             self._channel.at("quiesce")
-            facts = common(self.old)
+            facts = common(self.old), told_extra_states(extra_states(self.old.parts), self.old.layout, self.party.rank)
             self._old_pieces = stand_still(
                 self.party, self.old, self.target, inside=bool(self.order.after), gives_up=self._tight
             )
@@ -216,10 +216,12 @@ class Attempt:
                 self._proved.note(self._old_pieces)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
-        require_equal(self._channel.ask("quiesce", facts, objection))
+        hashes, texts = zip(*self._channel.ask("quiesce", facts, objection), strict=True)
+        require_common(hashes)
+        self._extra = all_extra_states(extra_states(self.old.parts), texts)
 
     def _run(self) -> None:
-        objection = None
+        objection, given = None, []
         assert self._moves is not None
         transport = self._moves.transport
         votes = RoundVotes(self._channel.ask, "forth", len(self._schedule.rounds) if self._tight else 0)
@@ -236,17 +238,16 @@ class Attempt:
                 hook=self._channel.at,
             )
             self._executor.run(self.party.deadline)
-            assert self.new is not None
             self._object_states = remember(self.party, self.old)
             self._old_leaves = leaf_values(self.old)
-            bind(self.party, self.old, self.new, self._executor.new)
+            given = bind(self.party, self.old, self.new, self._executor.new, self._extra)
             self._bound = True
             self._channel.at("bound", len(self._schedule.rounds))
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
             transport.close()
             votes.excuse(problem, objection)
-        self._channel.ask("moved", None, objection)
+        require_owners(self._extra, self._channel.ask("moved", given, objection))
 
     # Beside the new layout's first forward and backward.
 
@@ -344,9 +345,8 @@ class Attempt:
                 )
             except SwitchAbortedError as error:
                 raise SwitchFailedError(f"{why}; and the way back failed: {error}") from error
-        new_leaves: dict[str, torch.Tensor] = {}
+        new_leaves = leaf_values(self.new) if self._bound else {}
         if self._object_states is not None:
-            new_leaves = leaf_values(self.new) if self._bound else {}
             unbind(self.old, self._object_states)
         if self._streams is not None:
             self._streams.restore(self.party.device)

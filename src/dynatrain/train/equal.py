@@ -9,17 +9,23 @@ import torch
 from dynatrain.train.agreement import SwitchAbortedError
 
 
-def require_equal(told: Sequence[Mapping[str, str]]) -> None:
+def require_equal(told: Sequence[Mapping[str, str]], *, everywhere: bool = True) -> None:
     """Compare what all ranks tell: a hash of each thing, by what it is.
+
+    Args:
+        told: by rank.
+        everywhere: all ranks must tell of it; otherwise those that do must agree.
 
     Raises:
         SwitchAbortedError: something is not equal, by name; on every rank alike.
     """
     problems = []
     for what in sorted({what for facts in told for what in facts}):
-        others = [rank for rank, facts in enumerate(told) if facts.get(what) != told[0].get(what)]
+        tellers = [rank for rank, facts in enumerate(told) if everywhere or what in facts]
+        first = tellers[0]
+        others = [rank for rank in tellers if told[rank].get(what) != told[first].get(what)]
         if others:
-            problems.append(f"{what} is not equal on all ranks: ranks {others} differ from rank 0")
+            problems.append(f"{what} is not equal on all ranks: ranks {others} differ from rank {first}")
     if problems:
         raise SwitchAbortedError("; ".join(problems))
 

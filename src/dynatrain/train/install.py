@@ -17,8 +17,7 @@ from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.adopt import adopt, shard_like
 from dynatrain.train.agreement import SwitchAbortedError, exchange
-from dynatrain.train.equal import require_equal
-from dynatrain.train.extra_state import check_extra_states, extra_states, give_extra_states
+from dynatrain.train.extra_state import check_extra_states, give_extra_states
 from dynatrain.train.gradients import give
 from dynatrain.train.groups import GroupPool, building
 from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
@@ -34,7 +33,7 @@ from dynatrain.train.live import (
 )
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.party import Party
-from dynatrain.train.registered import check_holders, common, snapshot
+from dynatrain.train.registered import check_holders, common, require_common, snapshot
 from dynatrain.train.retire import retire
 from dynatrain.train.segments import SegmentError, local_shape
 from dynatrain.train.states import Form, Leaf, UnknownStateError, forms, replace_leaves
@@ -111,7 +110,7 @@ def survey(party: Party, world: World, topic: str) -> None:
     used = sorted({key for name in world.found if (key := party.segments.key(name))})
     payload = [report(world, world.states(), party.rank), common(world), kept, used]
     told = exchange(party.board, topic, party.rank, payload=payload, timeout=party.deadline).in_order()
-    require_equal([facts for _, facts, _, _ in told])
+    require_common([facts for _, facts, _, _ in told])
     world.catalogue, world.ownership = read_reports([tensors for tensors, _, _, _ in told], world.layout)
     world.forms = _merged([kept for _, _, kept, _ in told])
     if unused := party.segments.keys.difference(*(keys for _, _, _, keys in told)):
@@ -139,7 +138,7 @@ def check_carried(world: World, target: Layout) -> None:
     """
     check_holders(world)
     staged = max(world.layout.size("pp"), target.size("pp")) > 1
-    check_extra_states(world.parts, staged=staged)
+    check_extra_states(world.parts)
     check_hooks(world.parts, world.optimizer, world.found, world.built_hooks, staged=staged)
 
 
@@ -202,7 +201,7 @@ def allocate(party: Party, old: World, new: World, granule: Granule, shared: Sha
     return Piece(slot.view(shared[name, state.name], state, shape_of(box)), box)
 
 
-def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
+def bind(party: Party, old: World, new: World, pieces: Pieces, extra: Mapping[str, Any]) -> list[str]:
     """Put the arrived pieces into the new modules, optimizer and registered objects.
 
     Args:
@@ -210,6 +209,10 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
         old: the world that still holds.
         new: built on meta; mutated.
         pieces: of the new ownership, filled.
+        extra: extra state of modules, of all stages.
+
+    Returns:
+        What extra state this rank has given to modules, by name.
     """
     by_name: dict[str, dict[str, torch.Tensor]] = {}
     for (index, number), piece in pieces.items():
@@ -226,8 +229,9 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     new.gradients = {name: by_name[name][GRAD] for name in new.found if GRAD in by_name[name]}
     give(new, new.gradients)
     carry_hooks(old, new)
-    give_extra_states(new.parts, extra_states(old.parts))
+    given = give_extra_states(new.parts, extra)
     _bind_objects(party, old, new, by_name)
+    return given
 
 
 def _local(entry: Entry, piece: Piece) -> torch.Tensor:

@@ -14,7 +14,7 @@ from dynatrain.plan.shelves import reads
 from dynatrain.space.box import volume, whole
 from dynatrain.space.tensor import Catalogue, values_of
 from dynatrain.train.agreement import exchange, objection_of
-from dynatrain.train.extra_state import extra_states, give_extra_states
+from dynatrain.train.extra_state import extra_states, give_extra_states, require_owners
 from dynatrain.train.keys import STATE, flat, granule_path, streams_path
 from dynatrain.train.party import Party
 from dynatrain.train.states import Leaf, replace_leaves
@@ -52,8 +52,10 @@ def load(party: Party, world: World, path: Path, topic: str, rename: Rename | No
         found = _Found(party, world, path, rename)
     except Exception as problem:  # noqa: BLE001 - told to all ranks
         objection = objection_of(problem)
-    exchange(party.board, topic, party.rank, payload=None, objection=objection, timeout=LOAD_SECONDS)
+    here = sorted(extra_states(world.parts))
+    told = exchange(party.board, topic, party.rank, payload=here, objection=objection, timeout=LOAD_SECONDS).in_order()
     assert found is not None
+    require_owners(found.extra, told)
     found.fill()
     exchange(party.board, f"{topic}/filled", party.rank, payload=None, timeout=LOAD_SECONDS)
     return found.step
@@ -91,6 +93,11 @@ class _Found:
         """The step that comes next."""
         return int(self._account["step"]) if self._account else 0
 
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The extra state of modules that it has, by name."""
+        return dict(self._account.get("extra", {})) if self._account else {}
+
     def fill(self) -> None:
         """Overwrite everything."""
         party, world = self._party, self._world
@@ -106,7 +113,7 @@ class _Found:
             for key in group.keys() - set(kept):
                 if (saved := flat(("optim", "param_groups", number, key))) in self._folder.objects:
                     group[key] = self._folder.read(saved)
-        give_extra_states(world.parts, self._account.get("extra", {}))
+        give_extra_states(world.parts, self.extra)
         self._restore_streams()
 
     def _restore_streams(self) -> None:
@@ -123,9 +130,8 @@ class _Found:
         saved, here = self._account["objects"].keys(), self._world.objects.keys()
         problems = [f"it has {label}, which is not registered here" for label in sorted(saved - here)]
         problems += [f"it has no {label}, which is registered here" for label in sorted(here - saved)]
-        saved, here = self._account.get("extra", {}).keys(), extra_states(self._world.parts).keys()
-        problems += [f"it has extra state of {name}, which no module here has" for name in sorted(saved - here)]
-        problems += [f"it has no extra state of {name}" for name in sorted(here - saved)]
+        here = extra_states(self._world.parts).keys()
+        problems += [f"it has no extra state of {name}" for name in sorted(here - self.extra.keys())]
         groups = {key.split(".")[2] for key in self._folder.objects if key.startswith("optim.param_groups.")}
         if len(groups) != len(self._world.optimizer.param_groups):
             problems.append(

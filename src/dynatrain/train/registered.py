@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dynatrain.train.equal import hash_of
+from dynatrain.train.equal import hash_of, require_equal
 from dynatrain.train.extra_state import extra_states
 from dynatrain.train.live import Entry
 from dynatrain.train.optimizers.several import members
@@ -86,9 +86,13 @@ def check_holders(world: World) -> None:
         )
 
 
-def common(world: World) -> dict[str, str]:
-    """A hash of each thing that must be equal on all ranks: objects' common state, extra state, optimizer options."""
-    facts = {f"the extra state of {name}": hash_of(state) for name, state in extra_states(world.parts).items()}
+Facts = list[dict[str, str]]
+"""Hashes of what must be equal: on all ranks, and on those that have it."""
+
+
+def common(world: World) -> Facts:
+    """A hash of objects' common state and of optimizer options, which all ranks have; of modules' extra state."""
+    facts = {}
     for label, thing in world.objects.items():
         state = thing.state_dict()
         held = () if is_scheduler(thing) else leaves(label, state, world.found)
@@ -96,4 +100,15 @@ def common(world: World) -> dict[str, str]:
     for number, group in enumerate(world.optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in {"params", "foreach", "fused"}}
         facts[f"the options of parameter group {number}"] = hash_of(options)
-    return facts
+    extra = {f"the extra state of {name}": hash_of(state) for name, state in extra_states(world.parts).items()}
+    return [facts, extra]
+
+
+def require_common(told: Sequence[Facts]) -> None:
+    """Compare what all ranks tell by :func:`common`.
+
+    Raises:
+        SwitchAbortedError: something is not equal, by name; on every rank alike.
+    """
+    require_equal([facts for facts, _ in told])
+    require_equal([extra for _, extra in told], everywhere=False)

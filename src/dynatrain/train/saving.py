@@ -22,7 +22,7 @@ from dynatrain.layout.text import print_layout
 from dynatrain.observe.checkpoints import SCHEMA, File, Manifest, complete, partial_folder, prune, usable
 from dynatrain.plan.shelves import written_pieces
 from dynatrain.train.agreement import Objection, SwitchAbortedError, exchange, objection_of
-from dynatrain.train.extra_state import extra_states
+from dynatrain.train.extra_state import all_extra_states, extra_states, told_extra_states
 from dynatrain.train.keys import STATE, Place, flat, granule_paths, group_paths, streams_path
 from dynatrain.train.party import Party
 from dynatrain.train.registered import snapshot
@@ -76,6 +76,7 @@ class Saving:
         self._folder = folder
         self._topic = f"c{number}"
         self._rank = party.rank
+        self._layout = world.layout
         self._begin_with = _Small.of(party, world, step)
         self._snapshot, self._chunks = _chunks(party, saves, world)
         self._thread = threading.Thread(target=self._run, name=f"save-{number}", daemon=True)
@@ -116,8 +117,9 @@ class Saving:
 
     def _save(self) -> None:
         partial = partial_folder(self._folder)
-        objection, told, there = None, None, False
+        objection, told, there, texts = None, None, False, {}
         try:
+            texts = told_extra_states(self._begin_with.extra, self._layout, self._rank)
             if self._rank == 0:
                 there = usable(self._folder)
                 self._begin_with.require_readable()
@@ -126,17 +128,18 @@ class Saving:
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
         names = [group["params"] for group in self._begin_with.groups]
-        heard = self._ask("begin", [there, names], objection)
+        heard = self._ask("begin", [there, names, texts], objection)
         self.unchanged = heard[0][0]  # by rank 0's word: another may not see the folder yet
         if self.unchanged:
             self._snapshot.give_up("there is nothing to save")
             shutil.rmtree(partial, ignore_errors=True)
             return
-        groups = _merged(self._begin_with.groups, [names for _, names in heard])
+        groups = _merged(self._begin_with.groups, [names for _, names, _ in heard])
+        extra = all_extra_states(self._begin_with.extra, [texts for _, _, texts in heard])
         objection = None
         try:
             partial.mkdir(parents=True, exist_ok=True)  # there already, if all share the disk, as they must
-            objects = self._begin_with.objects(groups)
+            objects = self._begin_with.objects(groups, extra)
             told = [write_chunks(partial, self._rank, self._chunks, {flat(place): v for place, v in objects.items()})]
             told += [[file.name, file.size, file.xxh3] for file in _files(partial, f"__{self._rank}_")]
         except Exception as problem:  # noqa: BLE001 - told to all ranks
@@ -177,7 +180,7 @@ class _Small:
         layout: as text.
         rank: this rank.
         common: what registered objects hold in common, by label.
-        extra: extra state of modules, by name.
+        extra: extra state of this rank's modules, by name.
         groups: options of the optimizer's parameter groups; ``params`` are names of this rank's.
         streams: random streams of this rank.
         places: where every state stands, by key.
@@ -222,12 +225,12 @@ class _Small:
             world_size=party.world_size,
         )
 
-    def objects(self, groups: list[dict[str, Any]]) -> dict[Place, Any]:
-        """What this rank's file holds beside tensors."""
+    def objects(self, groups: list[dict[str, Any]], extra: dict[str, Any]) -> dict[Place, Any]:
+        """What this rank's file holds beside tensors; ``groups`` and ``extra`` state are those of all ranks."""
         found: dict[Place, Any] = {streams_path(self.rank): self.streams}
         if self.rank == 0:
             account = {"schema": SCHEMA, "step": self.step, "layout": self.layout, "objects": self.common}
-            account |= {"extra": self.extra}
+            account |= {"extra": extra}
             found |= {STATE: account} | group_paths(groups)
         return found
 
