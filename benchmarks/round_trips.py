@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch._dynamo  # late imports of torch, which every rank would repeat
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from dynatrain.cluster.board import Board
 from dynatrain.cluster.kernel import AGENT_PRIORITY, RANK_PRIORITY, leave_realtime, take_realtime
@@ -37,7 +38,6 @@ from dynatrain.space.presets import resolve_model
 from dynatrain.train.optimizer import OptimizerSettings
 from dynatrain.train.parallel import Precision
 from dynatrain.train.switcher import Switcher
-from dynatrain.train.torch_private import registered_groups
 from dynatrain.train.trainer import Job, Trainer
 
 JOBS = ("fresh", "switched")
@@ -116,7 +116,7 @@ class Rank:
             "memory": next(1024 * int(line.split()[1]) for line in rollup if line.startswith("Pss:")),
             "descriptors": held["fd"],
             "threads": held["task"],
-            "groups": registered_groups(),
+            "groups": len(c10d._world.pg_map),
         }
 
 
