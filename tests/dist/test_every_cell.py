@@ -102,9 +102,9 @@ class AdaptedJob(Job):
         ]
         return parts, Several(
             [
-                Muon(groups["adapters"], lr=1e-2),
-                Adafactor(groups["ends"], lr=1e-2),
-                torch.optim.SGD(groups["vectors"], lr=1e-2, momentum=0.9, foreach=False),
+                Muon([{"params": groups["adapters"]}], lr=1e-2),
+                Adafactor([{"params": groups["ends"]}], lr=1e-2),
+                torch.optim.SGD([{"params": groups["vectors"]}], lr=1e-2, momentum=0.9, foreach=False),
                 torch.optim.AdamW(rest, lr=1e-2, foreach=False),
             ]
         )

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.dist.foreign import Books, Net, everywhere, groups_of, shard, switcher, until_ended
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from dynatrain.observe.checkpoints import newest
 from dynatrain.train.saving import Saves
@@ -107,3 +108,103 @@ def test_a_module_that_does_not_take_its_extra_state_over_is_refused_by_name(kin
     for reason in everywhere(2, work):
         assert "blocks.2.0" in reason
         assert said in reason
+
+
+LAYERS = 4
+
+
+class Odd:
+    """What no reader of a pickle knows."""
+
+
+class Bare(nn.Module):
+    """Has extra state and no tensor."""
+
+    value = 0
+
+    def get_extra_state(self):
+        return {"value": self.value}
+
+    def set_extra_state(self, state):
+        self.value = state["value"]
+
+
+class Stage(nn.Module):
+    """The layers of a stage under their global numbers; the first stage has something bare, too."""
+
+    def __init__(self, numbers, *, bare):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): Scaled(6).double() for number in numbers})
+        self.bare = Bare() if bare else None
+
+
+def staged(*, bare_in=(1, 2)):
+    """A build in stages; how many there are in layouts that have the bare module."""
+
+    def build(mesh, layout):
+        stage, stages = mesh.get_local_rank("pp"), layout.size("pp")
+        numbers = range(stage * LAYERS // stages, (stage + 1) * LAYERS // stages)
+        part = Stage(numbers, bare=stage == 0 and stages in bare_in)
+        fully_shard(part, mesh=mesh["fsdp"])
+        return part, torch.optim.AdamW(part.parameters())
+
+    return build
+
+
+def number_all(part, first):
+    for number, layer in part.layers.items():
+        layer.history, layer.recipe = torch.full((4,), first + int(number) / 3), {"margin": first}
+    if part.bare is not None:
+        part.bare.value = first
+
+
+def numbers_of(part):
+    found = {number: (layer.history[0].item(), layer.recipe["margin"]) for number, layer in part.layers.items()}
+    return found | ({} if part.bare is None else {"bare": part.bare.value})
+
+
+def test_it_follows_modules_to_other_stages_and_comes_back_from_a_checkpoint_of_any_layout(tmp_path):
+    def work(world):
+        means = {"recorder": (books := Books()), "data_parallel": "free", "mode": "tight"}
+        sw = switcher(world, staged(), "pp2", saves=Saves(root=tmp_path), **means)
+        number_all(sw.model, 5)
+        sw.save_now()
+        seen = []
+        for target in ("fsdp2", "pp2"):
+            sw.request(target)
+            until_ended(sw, books)
+            seen.append(numbers_of(sw.model))
+        number_all(sw.model, 8)
+        sw.load(newest(tmp_path)[0])
+        seen.append(numbers_of(sw.model))
+        sw.close()
+        other = switcher(world, staged(), "fsdp2", name="other", **means)
+        other.load(newest(tmp_path)[0])
+        return books.ends, [*seen, numbers_of(other.model)]
+
+    whole = {str(number): (torch.tensor(5 + number / 3).item(), 5) for number in range(LAYERS)} | {"bare": 5}
+    for rank, (ends, seen) in enumerate(everywhere(2, work)):
+        assert [end[1] for end in ends] == ["committed"] * 2, ends
+        mine = {number: whole[number] for number in (("0", "1", "bare"), ("2", "3"))[rank]}
+        assert seen == [whole, mine, mine, whole]
+
+
+def test_what_cannot_be_read_on_another_stage_and_what_no_module_takes_abort_the_switch_by_name():
+    def work(world):
+        said = []
+        for name, build in (("odd", staged()), ("lost", staged(bare_in=(2,)))):
+            sw = switcher(world, build, "pp2", name=name, recorder=(books := Books()), data_parallel="free")
+            number_all(sw.model, 5)
+            if name == "odd" and world.rank == 1:
+                sw.model.layers["2"].recipe = {"margin": Odd()}
+            sw.request("fsdp2")
+            ((_, outcome, reason),) = until_ended(sw, books)
+            said.append((outcome, reason, sw.model.layers[str(2 * world.rank)].history[0].item()))
+            sw.close()
+        return said
+
+    for rank, ((odd, why_odd, _), (lost, why_lost, kept)) in enumerate(everywhere(2, work)):
+        assert (odd, lost) == ("aborted", "aborted")
+        assert "the extra state of layers.2 could not be read by another stage" in why_odd
+        assert "no module is there for the extra state of bare" in why_lost
+        assert kept == torch.tensor(5 + 2 * rank / 3).item()
