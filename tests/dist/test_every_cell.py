@@ -241,7 +241,11 @@ def tour_of(axis):
 @pytest.fixture(scope="module")
 def optimizers_alone():
     def work(world):
-        return {name: run(world, optimizer_job(name), ("dp1",), name)[1] for name in EXACT}
+        found = {}
+        for name in EXACT:
+            sw, found[name] = run(world, optimizer_job(name), ("dp1",), name)
+            sw.close()
+        return found
 
     return everywhere(1, work, 120)[0]
 

@@ -32,7 +32,7 @@ from dynatrain.train.channel import Channel
 from dynatrain.train.check import Check
 from dynatrain.train.compiled import compile_seconds
 from dynatrain.train.copies import settle_copies
-from dynatrain.train.extra_state import all_extra_states, extra_states, require_owners, told_extra_states
+from dynatrain.train.extra_state import require_owners
 from dynatrain.train.gradients import forget, give, inside, with_gradients
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import (
@@ -53,8 +53,7 @@ from dynatrain.train.install import (
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.proof import Proof
-from dynatrain.train.quiet import stand_still
-from dynatrain.train.registered import common, require_common
+from dynatrain.train.quiet import hear, stand_still
 from dynatrain.train.saved import Saved
 from dynatrain.train.streams import Streams
 from dynatrain.train.world import World
@@ -208,17 +207,14 @@ class Attempt:
         objection, facts = None, None
         try:
             self._channel.at("quiesce")
-            facts = common(self.old), told_extra_states(extra_states(self.old.parts), self.old.layout, self.party.rank)
-            self._old_pieces = stand_still(
+            self._old_pieces, facts = stand_still(
                 self.party, self.old, self.target, inside=bool(self.order.after), gives_up=self._tight
             )
             if self._compares_first:
                 self._proved.note(self._old_pieces)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
-        hashes, texts = zip(*self._channel.ask("quiesce", facts, objection), strict=True)
-        require_common(hashes)
-        self._extra = all_extra_states(extra_states(self.old.parts), texts)
+        self._extra = hear(self.old, self._channel.ask("quiesce", facts, objection))
 
     def _run(self) -> None:
         objection, given = None, []

@@ -57,6 +57,7 @@ class World:
         forms: how registered objects keep each of their states.
         where: of each logical tensor, the entry of ``found`` that it lies in, and its slot where it has one.
         gradients: local pieces of accumulated gradients by canonical name, during a switch inside a step; else empty.
+        untouched: names of those among them that no backward has touched: pieces of zeros, and None in ``.grad``.
     """
 
     layout: Layout
@@ -71,6 +72,7 @@ class World:
     ownership: Ownership | None = None
     forms: dict[str, Form] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    untouched: frozenset[str] = frozenset()
     where: dict[str, tuple[str, Slot | None]] = field(init=False)
 
     def __post_init__(self) -> None:
