@@ -20,15 +20,7 @@ from dynatrain.train.world import GRAD, World
 
 
 def with_gradients(states: Mapping[str, tuple[State, ...]], world: World) -> dict[str, tuple[State, ...]]:
-    """``states``, and the gradients of the tensors of ``world`` that are trained.
-
-    Raises:
-        UnknownStateError: a fused or padded parameter, by name: its gradient is not read in parts.
-    """
-    if fused := [name for name in states if name not in world.found]:
-        raise UnknownStateError(
-            f"{', '.join(fused)}: parts of fused or padded parameters; those switch at step edges, not inside a step"
-        )
+    """``states``, and the gradients of the tensors of ``world`` that are trained."""
     return {
         name: (*of, State(GRAD, of[0].dtype)) if world.found[name].value.requires_grad else of
         for name, of in states.items()
@@ -55,18 +47,21 @@ def take(party: Party, world: World) -> None:
     Raises:
         UnknownStateError: a gradient is not reduced; by name, and then none was moved.
     """
-    trained = {
-        tensor.name: world.found[tensor.name].value
+    entries = dict.fromkeys(
+        world.where[tensor.name][0]
         for tensor in world.catalogue
-        if tensor.states[-1].name == GRAD and tensor.name in world.found
-    }
+        if tensor.states[-1].name == GRAD and tensor.name in world.where
+    )
+    trained = {name: world.found[name].value for name in entries}
     whole = set().union(*map(unreduced, world.parts))
     if waiting := [name for name, param in trained.items() if id(param) in whole]:
         raise UnknownStateError(
             f"{', '.join(waiting)}: the gradient after this part of the step is not reduced; a part ends with reduced "
             "gradients (FSDP2: set_requires_gradient_sync(True) for its last backward)"
         )
-    world.untouched = frozenset(name for name, param in trained.items() if param.grad is None)
+    world.untouched = frozenset(
+        logical for name, param in trained.items() if param.grad is None for logical in world.found[name].names
+    )
     for name, param in trained.items():
         local = local_tensor(param.detach() if param.grad is None else param.grad)
         piece = party.memory.allocate(tuple(local.shape), local.dtype)
@@ -102,8 +97,9 @@ def agree_untouched(world: World, told: Sequence[Sequence[str]]) -> None:
 def give(world: World, pieces: Mapping[str, torch.Tensor]) -> None:
     """Let training go on in ``world`` from copies of ``pieces``, gradients by name."""
     for name, piece in pieces.items():
-        if name not in world.untouched:
-            param = world.found[name].value
+        entry = world.found[name]
+        if not world.untouched.issuperset(entry.names):
+            param = entry.value
             param.grad = shard_like(param, piece.flatten().clone())
 
 
