@@ -118,7 +118,7 @@ def test_a_gradient_that_some_of_its_holders_do_not_have_is_refused_by_name_and_
 
     for rank, ((outcome, reason), there, same) in enumerate(everywhere(2, work)):
         assert (outcome, there, same) == ("aborted", rank == 0, True)
-        assert "norm.weight: ranks [0] have a gradient in this step so far, others none" in reason
+        assert "norm.weight: ranks [0] have a gradient after this part of the step, others none" in reason
 
 
 def test_a_loop_that_does_not_divide_its_steps_is_told_so_and_trains_on():
