@@ -132,8 +132,22 @@ def padding(sw):
     return [local_tensor(one)[slot.rows :] for one in held if local_tensor(one).numel()]
 
 
+def micro_batch(sw, number):
+    """Forward and backward of this data rank's rows; its loss."""
+    share = sw.layout.data_ranks
+    inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    targets = torch.arange(number, number + 4) % WORDS
+    mine = sw.world.mesh["dp", "fsdp"].get_coordinate()
+    at = mine[0] * sw.layout.size("fsdp") + mine[1]
+    rows = slice(at * 4 // share, (at + 1) * 4 // share)
+    logits = sw.model(inputs[rows])
+    loss = functional.cross_entropy(logits.full_tensor() if isinstance(logits, DTensor) else logits, targets[rows])
+    (loss / 2).backward()
+    return loss.detach()
+
+
 def trained(world, make, tour, mode="keep", *, settings=None):
-    """Losses, the whole state at the end, and how the switches ended, of a real loop over one global batch."""
+    """Losses, the whole state at the end, and how the switches ended, of a real loop over two micro-batches a step."""
     sw = switcher(
         world,
         make,
@@ -147,20 +161,14 @@ def trained(world, make, tour, mode="keep", *, settings=None):
     fill(sw, params_only=True)
     losses = []
     for step in sw.steps(until=12):
-        share = sw.layout.data_ranks
-        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        targets = torch.arange(step, step + 4) % WORDS
-        mine = sw.world.mesh["dp", "fsdp"].get_coordinate()
-        at = mine[0] * sw.layout.size("fsdp") + mine[1]
-        rows = slice(at * 4 // share, (at + 1) * 4 // share)
-        logits = sw.model(inputs[rows])
-        loss = functional.cross_entropy(logits.full_tensor() if isinstance(logits, DTensor) else logits, targets[rows])
-        loss.backward()
+        total = torch.zeros((), dtype=torch.float64)
+        for part in sw.step_parts(2):
+            for number in part:
+                total += micro_batch(sw, 2 * step + number)
         sw.optimizer.step()
         sw.optimizer.zero_grad()
-        total = loss.detach().clone()
         dist.all_reduce(total)
-        losses.append(total.item() / 4)
+        losses.append(total.item() / 8)
         assert not any(rest.any() for rest in padding(sw))
     return losses, whole(sw), [end[:2] for end in books.ends]
 
@@ -172,7 +180,9 @@ def plain():
 
 @pytest.mark.parametrize("mode", ["keep", pytest.param("tight", marks=pytest.mark.sweep)])
 def test_a_fused_and_padded_model_trains_through_switches_as_the_plain_one(plain, mode):
-    found = everywhere(4, lambda world: trained(world, build, TOUR, mode, settings=DECLARED), 120)
+    """The second switch comes inside its step."""
+    settings = DECLARED | {"inside": {6: 1}}
+    found = everywhere(4, lambda world: trained(world, build, TOUR, mode, settings=settings), 120)
     for (losses, state, ends), (expected, kept, _) in zip(found, plain, strict=True):
         assert ends == [(layout, "committed") for layout in TOUR.values()]
         assert losses == pytest.approx(expected, rel=0, abs=1e-12)
@@ -199,9 +209,10 @@ def misread(patch, fault):
     """From now on every world that holds what arrived reads some of its slots as ``fault`` has them."""
     bound = attempts.bind
 
-    def bind(party, old, new, pieces):
-        bound(party, old, new, pieces)
+    def bind(party, old, new, *given):
+        names = bound(party, old, new, *given)
         new.where |= {name: (new.where[name][0], slot) for name, slot in fault(new.found).items()}
+        return names
 
     patch.setattr(attempts, "bind", bind)
 

@@ -33,6 +33,7 @@ from dynatrain.train.torch_private import (
     shard_of,
     share_shard,
     takes_means,
+    unreduced,
     without_modes,
 )
 
@@ -176,6 +177,20 @@ def load(net, flat):
         local, net.weight.device_mesh, net.weight.placements, run_check=False, shape=(5, 4), stride=(4, 1)
     )
     net.load_state_dict({"weight": nn.Parameter(value)}, assign=True)
+
+
+def test_unreduced():
+    def work(_world):
+        net = five_rows(init_device_mesh("cpu", (2,)))
+        load(net, torch.ones(12))
+        seen = []
+        for reduced in (False, True):
+            net.set_requires_gradient_sync(reduced)
+            net(torch.ones(1, 4)).sum().backward()
+            seen.append((unreduced(net) == {id(net.weight)}, net.weight.grad is None))
+        return seen
+
+    assert everywhere(2, work) == [[(True, True), (False, False)]] * 2
 
 
 def test_padded_numels():

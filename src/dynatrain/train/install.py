@@ -239,6 +239,7 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     new.found = adopt(new.parts, new.found, flats, [new.optimizer])
     new.forms = old.forms
     _bind_optimizer(old, new, by_name)
+    new.untouched = old.untouched
     new.gradients = {name: by_name[name][GRAD] for name in new.found if GRAD in by_name[name]}
     give(new, new.gradients)
     carry_hooks(old, new)

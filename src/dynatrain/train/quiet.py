@@ -8,7 +8,7 @@ from dynatrain.layout.layout import Layout
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.equal import require_equal
 from dynatrain.train.extra_state import hear, speaks, tell
-from dynatrain.train.gradients import take
+from dynatrain.train.gradients import agree_untouched, take
 from dynatrain.train.install import check_carried, check_tensors, quiesce, refuse_pinned
 from dynatrain.train.party import Party
 from dynatrain.train.registered import common
@@ -18,7 +18,8 @@ from dynatrain.train.world import World
 def facts_of(party: Party, old: World, new: World) -> list[Any]:
     """What this rank tells all others before a move, beside that it stands still: see :func:`agree_on`."""
     staged = max(old.layout.size("pp"), new.layout.size("pp")) > 1
-    return [common(old), tell(old.owners, new.owners, speaks=staged and speaks(old.layout, party.rank))]
+    extra = tell(old.owners, new.owners, speaks=staged and speaks(old.layout, party.rank))
+    return [common(old), extra, sorted(old.untouched)]
 
 
 def agree_on(party: Party, told: Sequence[list[Any]], old: World, new: World) -> None:
@@ -27,8 +28,9 @@ def agree_on(party: Party, told: Sequence[list[Any]], old: World, new: World) ->
     Raises:
         SwitchAbortedError: something is not equal, or has nowhere to go, by name; on every rank alike.
     """
-    require_equal([facts for facts, _ in told])
-    new.given = hear([extra for _, extra in told], old.owners, new.owners, party.device)
+    require_equal([facts for facts, _, _ in told])
+    agree_untouched(old, [names for _, _, names in told])
+    new.given = hear([extra for _, extra, _ in told], old.owners, new.owners, party.device)
 
 
 def stand_still(party: Party, world: World, target: Layout, *, inside: bool, gives_up: bool) -> Pieces:

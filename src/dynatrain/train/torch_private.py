@@ -78,6 +78,16 @@ def takes_means(module: nn.Module) -> bool | None:
     return any(factor is None for factor in factors) if factors else None
 
 
+def unreduced(module: nn.Module) -> set[int]:
+    """Identities of the parameters of ``module`` whose gradients FSDP2 still holds whole, to be reduced later."""
+    held = set()
+    for param in _fsdp_params(module):
+        whole = getattr(param, "_unsharded_param", None)
+        if param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+            held.add(id(param.sharded_param))
+    return held
+
+
 def scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a learning-rate scheduler hangs on ``optimizer``: it has marked the step method."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")

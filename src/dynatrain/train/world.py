@@ -61,6 +61,7 @@ class World:
         rule: of canonical names.
         given: extra state that waits for the modules, by name, from the move of a switch on.
         gradients: local pieces of accumulated gradients by canonical name, during a switch inside a step; else empty.
+        untouched: names of those among them that no backward has touched: pieces of zeros, and None in ``.grad``.
     """
 
     layout: Layout
@@ -77,6 +78,7 @@ class World:
     rule: NameRule = strip_wrappers
     given: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    untouched: frozenset[str] = frozenset()
     where: dict[str, tuple[str, Slot | None]] = field(init=False)
 
     def __post_init__(self) -> None:
