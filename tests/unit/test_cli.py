@@ -15,7 +15,7 @@ from dynatrain.app import main as main_module
 from dynatrain.app.main import COMMANDS, main
 from dynatrain.app.mistake import MistakeError, all_of
 from dynatrain.app.output import seconds, size
-from dynatrain.observe.run import AgentMark
+from dynatrain.observe.mark import AgentMark
 from dynatrain.space.decoder import catalogue
 from dynatrain.space.presets import PRESETS
 
@@ -110,6 +110,11 @@ MISTAKES = {
     "unwritable run folder": (["train", "good.toml", "--run", "/proc/nosuch/run"], ["/proc/nosuch/run", "cannot be"]),
     "a run of that name": (["train", "good.toml", "--run", "ended"], ["runs/ended", "go on from", "--run ended-2"]),
     "a run of that name, fresh": (["train", "good.toml", "--run", "ended", "--fresh"], ["runs/ended", "--run ended-2"]),
+    "a run that never began": (["train", "good.toml", "--run", "old"], ["runs/old and no checkpoint", "--run old-2"]),
+    "a run that never began, and mistakes": (
+        ["train", "good.toml", "--run", "old", "--fresh", "--layout=tp3"],
+        ["runs/old already", "--run old-2"],
+    ),
     "a dead run": (["switch", "old", "tp2"], ["old is not running"]),
     "switch to an illegal layout": (["switch", "old", "tp3"], ["tp3", "the world has 2", "nearest legal: tp2"]),
     "no time to answer": (["switch", "old", "tp2", "--timeout", "0"], ["--timeout"]),

@@ -225,6 +225,9 @@ def _main() -> int:
     except DataError as error:
         sys.stdout.write(json.dumps({"what": str(error).split("\n", 1)[0], "problems": error.problems}))
         return 2
+    except OSError as error:  # what cannot be read is a DataError
+        sys.stdout.write(json.dumps({"what": "the prepared data cannot be written", "problems": [str(error)]}))
+        return 2
     return 0
 
 
