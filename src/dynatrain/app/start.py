@@ -20,6 +20,7 @@ from dynatrain.data.prepare import Request, open_samples, open_validation, prepa
 from dynatrain.data.tokenizer import copy_tokenizer, load_tokenizer
 from dynatrain.observe.atomic import passing_parents
 from dynatrain.observe.draft import discard
+from dynatrain.observe.paths import exists, user_path
 from dynatrain.observe.run import RunFolder
 from dynatrain.observe.versions import environment, require_tested, versions
 from dynatrain.space.decoder import DecoderShape
@@ -107,9 +108,9 @@ def _grace(config: RunConfig) -> float:
 def anywhere(config: RunConfig) -> RunConfig:
     """The configuration with paths that mean the same in every working directory."""
     model, data = config.model, config.data
-    if model.config not in PRESETS and Path(model.config).expanduser().exists():
-        model = model.model_copy(update={"config": str(Path(model.config).expanduser().absolute())})
-    paths = tuple(str(Path(path).expanduser().absolute()) for path in data.paths)
+    if model.config not in PRESETS and exists(user_path(model.config)):
+        model = model.model_copy(update={"config": str(user_path(model.config).absolute())})
+    paths = tuple(str(user_path(path).absolute()) for path in data.paths)
     return config.model_copy(update={"model": model, "data": data.model_copy(update={"paths": paths})})
 
 

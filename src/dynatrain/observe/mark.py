@@ -82,10 +82,10 @@ class AgentMark:
             MarkError: it was damaged.
         """
         path = folder / MARK
-        if not path.exists():
-            return None
         try:
             found = read_object(path)
+        except FileNotFoundError:
+            return None
         except ObjectError as error:
             raise MarkError(_damaged(str(error))) from None
         if problems := problems_of(MARK, found, _RULES):

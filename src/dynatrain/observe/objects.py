@@ -13,10 +13,13 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        ObjectError: there is none, or it cannot be read.
+        FileNotFoundError: there is no file.
+        ObjectError: it holds something else, or cannot be read.
     """
     try:
         written = path.read_bytes()
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise ObjectError(f"{path} cannot be read: {error.strerror or error}") from None
     try:

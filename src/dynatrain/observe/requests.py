@@ -12,9 +12,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self, get_args
 
 from dynatrain.observe.atomic import create_atomically, write_atomically
+from dynatrain.observe.fields import Rule, count, one_of, problems_of
 from dynatrain.observe.modes import MODES, mode_problem
 from dynatrain.observe.objects import ObjectError, parse_object
 
@@ -35,8 +36,15 @@ NEEDED: Mapping[str, frozenset[str]] = {"switch": frozenset({"layout"}), "save":
 Outcome = Literal["done", "unchanged", "refused", "aborted", "failed"]
 
 
+_ANSWER: Rule = {
+    "outcome": one_of(*get_args(Outcome)),
+    "message": lambda value: isinstance(value, str),
+    "switch": lambda value: value is None or count(value),
+}
+
+
 class RequestError(ValueError):
-    """A request that no run could take; the text lists everything that is wrong with it."""
+    """A request that no run could take, or no answer to one; the text lists everything that is wrong with it."""
 
 
 def new_id() -> str:
@@ -93,7 +101,7 @@ class Request:
         return json.dumps({**asdict(self), "arguments": dict(self.arguments)})
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str | bytes) -> Self:
         """Read a record.
 
         Raises:
@@ -134,9 +142,18 @@ class Answer:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote."""
-        found: dict[str, Any] = json.loads(text)
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            RequestError: it is no answer.
+        """
+        try:
+            found = parse_object(text)
+        except ObjectError as error:
+            raise RequestError(f"Bad answer: the record {error}.") from None
+        if problems := problems_of("answer", found, _ANSWER):
+            raise RequestError(f"Bad answer: {'; '.join(problems)}.")
         return cls(**found)
 
 
@@ -160,9 +177,13 @@ def submit(folder: Path, request: Request) -> None:
 
 
 def read_answer(folder: Path, request_id: str) -> Answer | None:
-    """The answer to a request; None while there is none."""
+    """The answer to a request; None while there is none.
+
+    Raises:
+        RequestError: it was damaged.
+    """
     try:
-        return Answer.from_json((folder / f"{request_id}.answer.json").read_text(encoding="utf-8"))
+        return Answer.from_json((folder / f"{request_id}.answer.json").read_bytes())
     except FileNotFoundError:
         return None
 
@@ -257,8 +278,8 @@ class Inbox:
     def _read(self, request_id: str) -> tuple[str, Request | None]:
         """``(what is wrong, None)`` or ``("", the request)``."""
         try:
-            request = Request.from_json((self._folder / f"{request_id}.json").read_text(encoding="utf-8"))
-        except (RequestError, OSError, UnicodeDecodeError) as error:
+            request = Request.from_json((self._folder / f"{request_id}.json").read_bytes())
+        except (RequestError, OSError) as error:
             return str(error), None
         if request.id != request_id:
             return f"Bad request: the file is named {request_id}, the record {request.id}.", None

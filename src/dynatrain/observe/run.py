@@ -28,6 +28,7 @@ from typing import Self
 from dynatrain.observe.atomic import passing_parents
 from dynatrain.observe.draft import drafted
 from dynatrain.observe.mark import LEASE_SECONDS, MARK, AgentMark, Liveness, silence
+from dynatrain.observe.paths import exists
 
 RUNS = Path("runs")
 """Where runs are kept when nothing else is said."""
@@ -145,10 +146,7 @@ class RunFolder:
     @property
     def exists(self) -> bool:
         """Whether a run is there. Where the system will not look (a name too long, a folder closed to us), none is."""
-        try:
-            return self.config.is_file() and self.environment.is_file()
-        except OSError:
-            return False
+        return exists(self.config) and exists(self.environment)
 
     @property
     def config(self) -> Path:

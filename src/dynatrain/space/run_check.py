@@ -16,6 +16,7 @@ from dynatrain.layout.layout import Layout
 from dynatrain.layout.legality import check, nearest
 from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import parse_layout, print_layout, short_layout
+from dynatrain.observe.paths import user_path
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.space.hf_config import ModelError
 from dynatrain.space.presets import PRESETS, resolve_model
@@ -192,7 +193,7 @@ def _tokenizer_problems(config: RunConfig, shape: DecoderShape) -> list[str]:
 
 def tokenizer_of(config: RunConfig) -> Path:
     """Where the tokenizer of a model lies that is a file or a folder."""
-    model = Path(config.model.config).expanduser()
+    model = user_path(config.model.config)
     return (model if model.is_dir() else model.parent) / TOKENIZER
 
 
