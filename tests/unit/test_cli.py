@@ -79,6 +79,20 @@ MISTAKES = {
     ),
     "unknown model": (["plan", "dp4", "tp4", "--model", "tyni"], ["tyni", "tiny"]),
     "no such rank": (["plan", "dp4", "tp4", "--model", "tiny", "--rank", "4"], ["--rank 4", "0 .. 3"]),
+    "rank -1": (["plan", "dp4", "tp4", "--model", "tiny", "--rank", "-1"], ["--rank -1", "0 .. 3"]),
+    "log of rank -1": (["logs", "old", "--rank", "-1"], ["rank_-1", "rank_0"]),
+    "a user that is none": (["plan", "dp4", "tp4", "--model", "~nosuch/x"], ["no model '~nosuch/x'"]),
+    "data of a user that is none": (
+        ["train", "good.toml", "--data.paths=['~nosuch/x']"],
+        ["~nosuch/x: does not exist"],
+    ),
+    "a model of too long a name": (["plan", "dp4", "tp4", "--model", "x" * 300], ["there is no model"]),
+    "data of too long a name": (["train", "good.toml", f"--data.paths=['{'x' * 300}']"], ["does not exist"]),
+    "a path that is not UTF-8": (
+        ["train", "good.toml", "--data.paths=['\udcff']"],
+        ["data.paths = '\\udcff'", "UTF-8"],
+    ),
+    "a model without end": (["plan", "dp4", "tp4", "--model", "deep"], ["deep/config.json", "too many brackets"]),
     "no ranks on a node": (["plan", "dp4", "tp4", "--model", "tiny", "--ranks-per-node", "0"], ["at least 1"]),
     "no run": (["status", "nosuch"], ["nosuch"]),
     "nothing to check": (["check", "nosuch"], ["nosuch"]),
@@ -132,6 +146,8 @@ def place(tmp_path_factory):
     (folder / "typo.toml").write_text("stps = 3\n")
     (folder / "switch.toml").write_text("layout = 'dp2'\nsteps = 20\n[[switch]]\nstep = 4\nlayout = 'tp3'\n")
     (folder / "empty").mkdir()
+    (folder / "deep").mkdir()
+    (folder / "deep" / "config.json").write_text("[" * 100_000)
     for name, longest in (("little", 1), ("uneven", 100)):
         (folder / name).mkdir()
         (folder / name / "a.txt").write_text("hello world" * longest)

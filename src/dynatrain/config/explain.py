@@ -39,6 +39,10 @@ def unknown(key: str, origin: str) -> str:
     if below:
         return f"{key} ({origin}) is a section; its keys are {', '.join(below)}"
     place, _, name = key.rpartition(".")
+    if place.startswith("switch") and origin == "flag":
+        return (
+            f"{key} (flag) is not a key: all scheduled switches are one value, --switch='[{{step=3, layout=\"tp2\"}}]'"
+        )
     legal = [*{**keys(RunConfig), **RunConfig.model_fields}]
     if place.startswith("switch"):
         legal = [f"{place}.{field}" for field in Switch.model_fields]

@@ -62,7 +62,7 @@ def check_run(config: RunConfig) -> CheckedRun:
         ConfigError: with everything that is wrong, the rule and the nearest legal choice each.
     """
     problems = [*_batch_problems(config), *_schedule_problems(config), *_validation_problems(config)]
-    problems += _blocks_problems(config)
+    problems += [*_blocks_problems(config), *_text_problems(config)]
     shape = _shape(config, problems)
     texts = {"layout": config.layout}
     texts |= {f"switch.{i}.layout": switch.layout for i, switch in enumerate(config.switch)}
@@ -167,6 +167,13 @@ def _blocks_problems(config: RunConfig) -> list[str]:
         return []
     seen = "blocks.recompute = 'selective' beside blocks.compile = true"
     return [f"{seen}: of a compiled block the compiler itself chooses what is kept; nearest: 'none' or 'full'"]
+
+
+def _text_problems(config: RunConfig) -> list[str]:
+    """Paths that a config.toml cannot hold."""
+    texts = [("model.config", config.model.config), *(("data.paths", path) for path in config.data.paths)]
+    rule = "is not UTF-8, and cannot be written down; nearest: a link to it under another name"
+    return [f"{key} = {value!r}: {rule}" for key, value in texts if value != value.encode(errors="replace").decode()]
 
 
 def _data_problems(config: RunConfig, shape: DecoderShape) -> list[str]:
