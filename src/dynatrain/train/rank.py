@@ -35,6 +35,11 @@ from dynatrain.train.switcher import Switcher
 from dynatrain.train.trainer import Job, StepResult, Trainer
 from dynatrain.train.validation import Validation, ValidationResult
 
+
+class NotSavedError(RuntimeError):
+    """The run ends, and what it has trained since its last checkpoint is lost."""
+
+
 PROBE_BYTES = 32 << 20
 """More than caches hold, little enough to take a moment at the start."""
 
@@ -113,6 +118,8 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
         )
     if config.save.at_end and not switcher.stopped:
         switcher.save_now()
+    if switcher.unsaved:
+        raise NotSavedError(f"step {switcher.step}, the last one, is not saved: {switcher.unsaved}")
     return switcher.stopped and switcher.saved == switcher.step
 
 
