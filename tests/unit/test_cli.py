@@ -72,6 +72,7 @@ MISTAKES = {
     "a layout of too many ranks": (["train", "good.toml", "--layout=dp1000000"], ["at most 65536", "legal: dp65536"]),
     "a layout of a great many ranks": (["train", "good.toml", "--layout=dp65536"], ["micro-batches", "legal: dp8, "]),
     "a number without end": (["layout", "dp99999999999999999999"], ["a number of 20 digits", "dp65536"]),
+    "a layout without end": (["layout", ".".join(["fsdp2"] * 20_000)], ["it has 20000 parts", "legal: fsdp2"]),
     "three layouts": (["layout", "dp2", "dp3", "dp4"], ["3 layouts"]),
     "two illegal layouts": (
         ["plan", "tp3", "pp9", "--model", "tiny"],
