@@ -29,6 +29,7 @@ from dynatrain.cluster.board import Board
 from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
 from dynatrain.models.names import NameRule, strip_wrappers
+from dynatrain.train.agreement import on_every_rank
 from dynatrain.train.blueprint import check_mode
 from dynatrain.train.copies import UnequalCopies, check_policy
 from dynatrain.train.course import Course
@@ -86,6 +87,7 @@ class Switcher:
     Raises:
         LayoutError: the text is no layout, or not of this world size.
         UnplacedTensorError, UnknownStateError, SegmentError: what could not be switched, all of it, by name.
+        StartRefusedError: likewise, where ranks differ in what they refuse: on every rank, with the ranks' numbers.
         ValueError: there is no such mode, or policy.
     """
 
@@ -150,11 +152,16 @@ class Switcher:
         self._inside = False
         self.step = 0
         read = legal or whole_world(world_size)
-        try:
+
+        def begin() -> World:
             world = first_world(self._party, read(layout), initial)
             self._read = served(same_meaning(read, world.layout, world.parts, data_parallel), lambda: self.world)
             for label, thing in (state or {}).items():
                 join(self._party, world, label, thing)
+            return world
+
+        try:
+            world = on_every_rank(self._party.board, "start", rank, begin, timeout=deadline)
             self._saver = Saver(self._party, saves, (self._answer_saved, on_saved))
             wishes = Wishes(self._party.board, schedule or {}, mode, self._saver.every, inside or {})
             self._turns = Turns(self._party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
@@ -273,9 +280,13 @@ class Switcher:
             ``thing``, or what the factory made; after a switch take a factory's product from ``state``.
 
         Raises:
-            UnknownStateError: it could not be carried to another layout, by name.
+            UnknownStateError, StartRefusedError: it could not be carried to another layout, by name.
         """
-        join(self._party, self.world, label, thing)
+
+        def joins() -> None:
+            join(self._party, self.world, label, thing)
+
+        on_every_rank(self._party.board, f"join/{label}", self._party.rank, joins, timeout=self._party.deadline)
         survey(self._party, self.world, f"survey/{label}")
         self._party.memory.hold(
             piece
