@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
+Ranks = Annotated[int, Field(ge=1, le=1 << 16)]
 WholeNumber = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -21,7 +22,7 @@ class Section(BaseModel):
 class World(Section):
     """The processes that train."""
 
-    size: Count | None = None
+    size: Ranks | None = None
     """Ranks; by default as many as the layout has."""
 
 
