@@ -12,6 +12,8 @@ import pytest
 from tests.cli import dynatrain
 
 from dynatrain.app import main as main_module
+from dynatrain.app.commands import plan as plan_command
+from dynatrain.app.commands import switch as switch_command
 from dynatrain.app.main import COMMANDS, main
 from dynatrain.app.mistake import MistakeError, all_of
 from dynatrain.app.output import seconds, size
@@ -180,6 +182,28 @@ def test_a_mistake_under_json_is_an_object(place):
     said = dynatrain("plan", "tp3", "pp9", "--model", "tiny", "--json", cwd=place)
     assert said.code == 2
     assert "tp3" in said.record["error"]
+
+
+@pytest.mark.parametrize("mode", ["keep", "tight", "auto"])
+def test_a_dry_run_plans_as_the_run_would(place, tmp_path, capsys, mode):
+    run = shutil.copytree(place / "runs" / "old", tmp_path / "old")
+    (run / "config.toml").write_text(f"layout = 'dp2.fsdp2'\n[switching]\nmode = '{mode}'\n")
+    (run / "events.jsonl").write_text('{"kind": "agent_started", "time": 1, "nodes": 2}\n')
+
+    assert switch_command.run([str(run), "tp4", "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["mode"], told["configured"]) == ("tight" if mode == "tight" else "keep", mode)
+    assert switch_command.run([str(run), "tp4", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert f"mode {told['mode']}" in text
+    assert ("The run decides itself" in text) == (mode == "auto")
+
+    plan = ["dp2.fsdp2", "tp4", "--model", "tiny", "--mode", told["mode"], "--json"]
+    hashes = []
+    for more in ([], ["--ranks-per-node", "2"]):
+        assert plan_command.run([*plan, *more]) == 0
+        hashes.append(json.loads(capsys.readouterr().out)["plan_hash"])
+    assert hashes.index(told["plan_hash"]) == 1
 
 
 def test_all_mistakes_are_told_at_once_and_bugs_pass():
