@@ -274,7 +274,7 @@ def test_a_shard_that_is_cut_short_is_refused_by_name(folder):
         (b"\x05\0\0", "it has 3 bytes"),
         (b"\xff" * 64, "cut short inside its header"),
         ((8).to_bytes(8, "little") + b"not json" * 4, "its header is not JSON"),
-        ((8).to_bytes(8, "little") + b"[1, 2]  ", "not one of a safetensors file"),
+        ((8).to_bytes(8, "little") + b"[1, 2]  ", "its header holds a list"),
         ((10).to_bytes(8, "little") + b'{"a": {}} ', "not one of a safetensors file"),
         (
             (60).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}'.ljust(60) + bytes(4),
@@ -295,7 +295,8 @@ def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path, content, named)
     ("content", "named"),
     [
         ("{", "is not JSON"),
-        ("[]", "has no weight_map"),
+        ("[" * 100_000, "too many brackets are open at once"),
+        ("[]", "holds a list, not a JSON object"),
         ('{"weight_map": {"a": 1}}', "has no weight_map"),
         ('{"weight_map": {"a": "elsewhere/model.safetensors"}}', "a shard lies in the folder"),
     ],

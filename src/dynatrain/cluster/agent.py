@@ -164,6 +164,8 @@ class Agent:
 
     def _tick(self) -> None:
         """Everything that is looked at rather than reported."""
+        if self._job.lease is not None and self._job.lease.lost:
+            raise RunFailedError(self._job.lease.lost)
         if self._job.place.node == 0:
             self._desk.serve()
         self._pulse.look()

@@ -3,16 +3,21 @@
 No torch at the top: the fork server is started first, and both import torch at the same time.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from dynatrain.cluster.interrupts import Interrupts
 from dynatrain.cluster.place import Device, place_from, share
 from dynatrain.cluster.spawner import Spawner
+from dynatrain.observe.mark import MARK, AgentMark, Lease, MarkError
 from dynatrain.observe.requests import Inbox
 from dynatrain.observe.run import RunFolder
+
+_LOG = logging.getLogger(__name__)
 
 LIVENESS_SECONDS = 30.0
 
@@ -31,6 +36,8 @@ def run_agent(
     *,
     liveness_seconds: float = LIVENESS_SECONDS,
     grace_seconds: float = 0.0,
+    take_over: bool = False,
+    asked: AbstractContextManager[None] | None = None,
     announce: Callable[[str], None] = announce_on_stderr,
 ) -> int:
     """Start this node's ranks, watch them to their end, and leave no process behind. For the main thread.
@@ -46,6 +53,8 @@ def run_agent(
         device: ``auto``, ``cpu`` or ``cuda``.
         liveness_seconds: a rank without a sign of life for longer is lost.
         grace_seconds: time after SIGTERM in which ranks may still save.
+        take_over: as in :meth:`~dynatrain.observe.run.RunFolder.claim`.
+        asked: entered as soon as the run is claimed, left when it has ended, with the error where it could not begin.
         announce: takes lines for people.
 
     Returns:
@@ -61,20 +70,21 @@ def run_agent(
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     place = place_from(os.environ)
     share(world_size, place)
-    mark = None
-    if place.node == 0:
-        mark = run.claim()
-        Inbox(run.requests).close("asked before this agent began; no agent was there to take it")
+    mark = run.claim(take_over=take_over) if place.node == 0 else None
+    lease = Lease(run.path, mark) if mark is not None else None
     code = 1
     log = run.logs / "forkserver.log" if place.node == 0 else Path(os.devnull)
     try:
-        with Interrupts() as interrupts, Spawner(entry, log) as spawner:
+        if mark is not None:
+            Inbox(run.requests).close("asked before this agent began; no agent was there to take it")
+        with asked or nullcontext(), Interrupts() as interrupts, Spawner(entry, log) as spawner:
             from dynatrain.cluster.agent import drive  # noqa: PLC0415 - torch, imported while the server does the same
             from dynatrain.cluster.meeting import Job  # noqa: PLC0415 - the same
 
             job = Job(
                 run=run,
                 attempt=mark.attempt if mark is not None else 0,
+                lease=lease,
                 place=place,
                 world_size=world_size,
                 device=device,
@@ -87,7 +97,17 @@ def run_agent(
         code = 2
         raise
     finally:
-        if mark is not None:
-            Inbox(run.requests).close(f"the run has ended with code {code}")
-            run.release(mark, code)
+        if mark is not None and lease is not None:
+            lease.close()
+            if not lease.lost:
+                Inbox(run.requests).close(f"the run has ended with code {code}")
+            _release(run, mark, code)
     return code
+
+
+def _release(run: RunFolder, mark: AgentMark, code: int) -> None:
+    """Say how this agent has ended; where the disk does not take that, everybody sees that its process is gone."""
+    try:
+        run.release(mark, code)
+    except (OSError, MarkError) as error:
+        _LOG.warning("%s does not say how the run has ended (code %d): %s", run.path / MARK, code, error)

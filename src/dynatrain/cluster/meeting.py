@@ -15,6 +15,7 @@ from dynatrain.cluster.interrupts import Interrupts
 from dynatrain.cluster.kernel import AGENT_PRIORITY, take_realtime
 from dynatrain.cluster.place import Device, Place, choose_device, share, wait_for_listener
 from dynatrain.cluster.store import host_store, join_store, prefix
+from dynatrain.observe.mark import Lease
 from dynatrain.observe.run import RunFolder
 
 GENERATION = 0  # a world does not change its members yet
@@ -38,6 +39,7 @@ class Job:
         liveness_seconds: silence after which a rank counts as lost.
         grace_seconds: time after SIGTERM in which ranks may still save.
         announce: takes lines for people.
+        lease: on the run; None on other nodes than 0.
     """
 
     run: RunFolder
@@ -48,6 +50,7 @@ class Job:
     liveness_seconds: float
     grace_seconds: float
     announce: Callable[[str], None]
+    lease: Lease | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
