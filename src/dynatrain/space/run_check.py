@@ -119,13 +119,14 @@ def _layout_problems(
     try:
         check(layout, limits, world_size=world_size, num_microbatches=batches, sequence=sequence)
     except LayoutError as error:
+        without = "" if key == "layout" else "\n--switch=[] takes all scheduled switches away"
         if error.nearest:
-            return [f"{key}: {error}"]
+            return [f"{key}: {error}{without}"]
         # No layout of that size is legal: those of other sizes are what is left to choose from.
         near = nearest(layout, limits, num_microbatches=batches, sequence=sequence)
         sized = (f"no layout of world.size = {config.world.size} ranks is legal",) if config.world.size else ()
         what = f"{short_layout(layout)} is not legal here"
-        return [f"{key}: {LayoutError(what, (*error.problems, *sized), tuple(map(print_layout, near)))}"]
+        return [f"{key}: {LayoutError(what, (*error.problems, *sized), tuple(map(print_layout, near)))}{without}"]
     return []
 
 
