@@ -85,7 +85,7 @@ class Bomb:
 @pytest.mark.parametrize("call", [os.mkdir, eval, getattr], ids=["os", "builtins", "attributes"])
 def test_a_foreign_metadata_runs_nothing(tmp_path, call):
     words = {os.mkdir: (str(tmp_path / "made"),), eval: (f"__import__('os').mkdir({str(tmp_path / 'made')!r})",)}
-    bomb = Bomb(call, *words.get(call, (torch, "load")))
+    bomb = Bomb(call, *words.get(call, ("text", "upper")))
     (tmp_path / METADATA).write_bytes(pickle.dumps(bomb))
 
     with pytest.raises(FolderError, match="is not part of a checkpoint's metadata"):
@@ -93,6 +93,7 @@ def test_a_foreign_metadata_runs_nothing(tmp_path, call):
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_torch_itself_saves_is_read(tmp_path):
     kinds = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64]
     state = {f"deep.{kind}": torch.zeros(2, 3, dtype=kind) for kind in kinds} | {"extra": {"a": [1, "b"]}}
@@ -102,4 +103,4 @@ def test_what_torch_itself_saves_is_read(tmp_path):
     assert set(folder.dtypes.values()) == set(kinds)
     assert all(shape == (2, 3) for shape in folder.shapes.values())
     (stored,) = folder.stored("deep.torch.uint8")
-    assert torch.equal(stored.view(), torch.zeros(2, 3, dtype=torch.uint8))
+    assert torch.equal(stored.tensor, torch.zeros(2, 3, dtype=torch.uint8))

@@ -35,6 +35,7 @@ def ranked(layout: Layout, world_size: int | None, possible: Possible = lambda _
             :data:`_EACH` the powers of two) and the divisors of the layout's size, down to one rank in all.
         possible: spares trying all the layouts that have an impossible size.
     """
+    possible = lru_cache(maxsize=None)(possible)  # most is asked again with every set of changed axes
     own = {axis: max(layout.size(axis), 1) for axis in (*AXES, *EXPERT_AXES)}
     experts = EXPERT_AXES if any(own[axis] > 1 for axis in EXPERT_AXES) else ()
     axes = (*(axis for axis in AXES if axis != "cp" or own["cp"] > 1), *experts)
@@ -76,7 +77,7 @@ def _filled(
     else:
         choices = divisors(world_size // ranks) if more > 1 else (world_size // ranks,)
     for size in choices:
-        if size != own[axis]:
+        if size != own[axis] and possible(_plain({axis: size})):
             yield from _filled({**sizes, axis: size}, tuple(rest), own, world_size, possible)
 
 
