@@ -20,6 +20,7 @@ from dynatrain.app.mistake import MistakeError
 from dynatrain.app.resume import reopened, resume
 from dynatrain.app.start import anywhere
 from dynatrain.config.load import load_config
+from dynatrain.config.own import load_own
 from dynatrain.config.run import Switch
 from dynatrain.data.prepare import Request, prepare
 from dynatrain.data.tokenizer import byte_tokenizer
@@ -171,7 +172,10 @@ REFUSED = {
         ["import", "nosuch", "one", "--layot=x"],
         ["nosuch is no folder", "already holds a run", "layot (flag) is not a key; nearest: layout"],
     ),
-    "import of another's words": (["import", "small", "two"], ["has 257 tokens", "the model's vocabulary, 100"]),
+    "import of another's words": (
+        ["import", "small", "two"],
+        ["tokens up to number 256", "vocabulary, 100"],
+    ),
     "import of words without an end": (["import", "endless", "two"], ["has no token </s>", "eos_token"]),
     "import with more words than fit": (["import", "mute", "two"], ["makes 4096 tokens", "vocabulary, 257"]),
     "import with no words to take": (["import", "mute", "two", "--data.tokenizer=model"], ["there is no", "'bytes'"]),
@@ -305,7 +309,7 @@ def test_what_was_damaged_since_or_is_past_holds_up_no_resume(place, monkeypatch
         manifest = json.loads((folder / "manifest.json").read_text()) | {"step": step}
         (folder / "manifest.json").write_text(json.dumps(manifest))
     flip_a_bit(folder)  # of the newest: its files have their sizes
-    asked = load_config(path / "config.toml", ["--steps=20", "--layout=fsdp2"]).config
+    asked = load_own(path, ["--steps=20", "--layout=fsdp2"]).config
     switches = tuple(Switch(step=step, layout="tp2") for step in (3, 5, 7))
     monkeypatch.chdir(place)
 

@@ -185,7 +185,7 @@ def tokenizer_for(config: RunConfig, shape: DecoderShape) -> Path | None:
     path = tokenizer_of(config)
     tokens = vocabulary(load_tokenizer(path))
     if tokens > shape.vocab_size:
-        rule = f"{path} has tokens up to number {tokens - 1}; below the model's vocabulary, {shape.vocab_size}"
+        rule = f"{path} has tokens up to number {tokens - 1}; all below the model's vocabulary, {shape.vocab_size}"
         raise DataError("the tokenizer does not fit the model", (f"{rule}; or --data.tokenizer=bpe, or bytes",))
     return path
 

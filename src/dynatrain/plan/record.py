@@ -217,8 +217,8 @@ def _tensor(found: Mapping[str, Any]) -> RecordedTensor:
 
 
 def _placement(found: Mapping[str, Any]) -> Placement:
-    spans = tuple((start, stop, room) for start, stop, room in found["spans"])
-    return Placement(_pairs(found["cuts"]), tuple(found["stages"]), spans)
+    spans = tuple((start, stop, local, room) for start, stop, local, room in found["spans"])
+    return Placement(_pairs(found["cuts"]), tuple(found["stages"]), spans, found["along"])
 
 
 def _pairs(cuts: list[list[Any]]) -> tuple[tuple[str, int], ...]:

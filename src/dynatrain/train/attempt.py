@@ -32,7 +32,6 @@ from dynatrain.train.channel import Channel
 from dynatrain.train.check import Check
 from dynatrain.train.compiled import compile_seconds
 from dynatrain.train.copies import settle_copies
-from dynatrain.train.equal import require_equal
 from dynatrain.train.gradients import forget, give, inside, with_gradients
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import (
@@ -53,8 +52,7 @@ from dynatrain.train.install import (
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.proof import Proof
-from dynatrain.train.quiet import stand_still
-from dynatrain.train.registered import common
+from dynatrain.train.quiet import agree_on, facts_of, stand_still
 from dynatrain.train.saved import Saved
 from dynatrain.train.streams import Streams
 from dynatrain.train.world import World
@@ -205,18 +203,19 @@ class Attempt:
             raise
 
     def _quiesce(self) -> None:
-        objection, facts = None, {}
+        objection, facts = None, None
+        assert self.new is not None
         try:
             self._channel.at("quiesce")
-            facts = common(self.old)
             self._old_pieces = stand_still(
                 self.party, self.old, self.target, inside=bool(self.order.after), gives_up=self._tight
             )
+            facts = facts_of(self.party, self.old, self.new)
             if self._compares_first:
                 self._proved.note(self._old_pieces)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
-        require_equal(self._channel.ask("quiesce", facts, objection))
+        agree_on(self.party, self._channel.ask("quiesce", facts, objection), self.old, self.new)
 
     def _run(self) -> None:
         objection = None

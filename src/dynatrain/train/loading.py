@@ -13,9 +13,9 @@ from dynatrain.observe.checkpoints import MANIFEST, CheckpointError, Manifest, d
 from dynatrain.plan.shelves import reads
 from dynatrain.space.box import volume, whole
 from dynatrain.space.tensor import Catalogue, values_of
-from dynatrain.train.agreement import exchange, objection_of
-from dynatrain.train.extra_state import extra_states, give_extra_states
-from dynatrain.train.keys import STATE, flat, granule_path, streams_path
+from dynatrain.train.agreement import SwitchAbortedError, exchange, objection_of
+from dynatrain.train.extra_state import give_extra_states
+from dynatrain.train.keys import STATE, extra_path, flat, granule_path, streams_path
 from dynatrain.train.party import Party
 from dynatrain.train.states import Leaf, replace_leaves
 from dynatrain.train.streams import Streams
@@ -47,13 +47,14 @@ def load(party: Party, world: World, path: Path, topic: str, rename: Rename | No
     Raises:
         SwitchAbortedError: it cannot be loaded: what is missing, what is left over, what is damaged; on all ranks.
     """
-    objection, found = None, None
+    objection, found, here = None, None, sorted({owner.name for owner in world.owners})
     try:
         found = _Found(party, world, path, rename)
     except Exception as problem:  # noqa: BLE001 - told to all ranks
         objection = objection_of(problem)
-    exchange(party.board, topic, party.rank, payload=None, objection=objection, timeout=LOAD_SECONDS)
+    told = exchange(party.board, topic, party.rank, payload=here, objection=objection, timeout=LOAD_SECONDS)
     assert found is not None
+    found.match_extra({name for names in told.payloads.values() for name in names})
     found.fill()
     exchange(party.board, f"{topic}/filled", party.rank, payload=None, timeout=LOAD_SECONDS)
     return found.step
@@ -91,6 +92,21 @@ class _Found:
         """The step that comes next."""
         return int(self._account["step"]) if self._account else 0
 
+    def match_extra(self, here: set[str]) -> None:
+        """Hold the extra state that it has against the modules ``here``, on any rank.
+
+        Raises:
+            SwitchAbortedError: by name; on every rank alike.
+        """
+        if self._account is None:
+            return
+        prefix = flat(extra_path(""))
+        saved = {key.removeprefix(prefix) for key in self._folder.objects if key.startswith(prefix)}
+        problems = [f"it has extra state of {name}, which no module here has" for name in sorted(saved - here)]
+        problems += [f"it has no extra state of {name}" for name in sorted(here - saved)]
+        if problems:
+            raise SwitchAbortedError(f"{self._folder.path} cannot be loaded: {'; '.join(problems)}")
+
     def fill(self) -> None:
         """Overwrite everything."""
         party, world = self._party, self._world
@@ -106,7 +122,8 @@ class _Found:
             for key in group.keys() - set(kept):
                 if (saved := flat(("optim", "param_groups", number, key))) in self._folder.objects:
                     group[key] = self._folder.read(saved)
-        give_extra_states(world.parts, self._account.get("extra", {}))
+        names = {owner.name for owner in world.owners}
+        give_extra_states(world.owners, {name: self._folder.read(flat(extra_path(name))) for name in names})
         self._restore_streams()
 
     def _restore_streams(self) -> None:
@@ -123,9 +140,6 @@ class _Found:
         saved, here = self._account["objects"].keys(), self._world.objects.keys()
         problems = [f"it has {label}, which is not registered here" for label in sorted(saved - here)]
         problems += [f"it has no {label}, which is registered here" for label in sorted(here - saved)]
-        saved, here = self._account.get("extra", {}).keys(), extra_states(self._world.parts).keys()
-        problems += [f"it has extra state of {name}, which no module here has" for name in sorted(saved - here)]
-        problems += [f"it has no extra state of {name}" for name in sorted(here - saved)]
         groups = {key.split(".")[2] for key in self._folder.objects if key.startswith("optim.param_groups.")}
         if len(groups) != len(self._world.optimizer.param_groups):
             problems.append(

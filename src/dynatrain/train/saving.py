@@ -5,7 +5,6 @@ over the board, never by a collective.
 """
 
 import copy
-import io
 import shutil
 import threading
 from collections.abc import Mapping
@@ -26,8 +25,8 @@ from dynatrain.plan.plan import Granule
 from dynatrain.plan.shelves import written_pieces
 from dynatrain.space.tensor import Catalogue
 from dynatrain.train.agreement import Objection, SwitchAbortedError, exchange, objection_of
-from dynatrain.train.extra_state import extra_states
-from dynatrain.train.keys import STATE, Place, flat, granule_paths, group_paths, streams_path
+from dynatrain.train.extra_state import extra_states, speaks, unreadable
+from dynatrain.train.keys import STATE, Place, extra_path, flat, granule_paths, group_paths, streams_path
 from dynatrain.train.party import Party
 from dynatrain.train.registered import snapshot
 from dynatrain.train.snapshot import Snapshot
@@ -124,21 +123,21 @@ class Saving:
         partial = partial_folder(self._folder)
         objection, told, there = None, None, False
         try:
+            self._begin_with.require_readable()
             if self._rank == 0:
                 there = usable(self._folder)
-                self._begin_with.require_readable()
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
         names = [group["params"] for group in self._begin_with.groups]
-        heard = self._ask("begin", [there, names], objection)
+        heard = self._ask("begin", [there, names, list(self._begin_with.extra)], objection)
         self.unchanged = heard[0][0]  # by rank 0's word: another may not see the folder yet
         if self.unchanged:
             self._snapshot.give_up("there is nothing to save")
             shutil.rmtree(partial, ignore_errors=True)
             return
-        groups = _merged(self._begin_with.groups, [names for _, names in heard])
+        groups = _merged(self._begin_with.groups, [names for _, names, _ in heard])
         objection = None
         try:
             partial.mkdir(parents=True, exist_ok=True)  # there already, if all share the disk, as they must
@@ -151,19 +150,20 @@ class Saving:
         objection = None
         if self._rank == 0:
             try:
-                self._complete(partial, everyone, groups)
+                self._complete(partial, everyone, groups, {name for *_, names in heard for name in names})
             except Exception as problem:  # noqa: BLE001 - told to all ranks
                 objection = objection_of(problem)
         self._ask("complete", None, objection)
 
-    def _complete(self, partial: Path, everyone: list[Any], groups: list[dict[str, Any]]) -> None:
+    def _complete(self, partial: Path, everyone: list[Any], groups: list[dict[str, Any]], extra: set[str]) -> None:
         files = [File(*file) for _, *named in everyone for file in named]
         if unseen := [file.name for file in files if not (partial / file.name).is_file()]:
             raise FileNotFoundError(
                 f"{', '.join(unseen)} cannot be seen from rank 0: all ranks must share the disk of {self._saves.root}"
             )
         places = self._begin_with.places | {flat(place): place for place in group_paths(groups)}
-        places |= {flat(streams_path(rank)): streams_path(rank) for rank in self._party.everyone}
+        beside = [*(streams_path(rank) for rank in self._party.everyone), *map(extra_path, sorted(extra))]
+        places |= {flat(place): place for place in beside}
         write_metadata(partial, [text for text, *_ in everyone], places)
         require_whole(DcpFolder(partial), self._catalogue, self._keys)
         complete(partial, self._folder, self._begin_with.manifest(self._saves, [*files, File.of(partial / METADATA)]))
@@ -184,7 +184,7 @@ class _Small:
         layout: as text.
         rank: this rank.
         common: what registered objects hold in common, by label.
-        extra: extra state of modules, by name.
+        extra: extra state of modules that this rank writes, by name.
         groups: options of the optimizer's parameter groups; ``params`` are names of this rank's.
         streams: random streams of this rank.
         places: where every state stands, by key.
@@ -221,7 +221,7 @@ class _Small:
             layout=print_layout(world.layout),
             rank=party.rank,
             common={label: _common(label, thing, world) for label, thing in world.objects.items()},
-            extra=copy.deepcopy(extra_states(world.parts)),
+            extra=copy.deepcopy(extra_states(world.owners)) if speaks(world.layout, party.rank) else {},
             groups=groups,
             streams=Streams.read(party.device).state(),
             places=places | {flat(STATE): STATE},
@@ -232,9 +232,9 @@ class _Small:
     def objects(self, groups: list[dict[str, Any]]) -> dict[Place, Any]:
         """What this rank's file holds beside tensors."""
         found: dict[Place, Any] = {streams_path(self.rank): self.streams}
+        found |= {extra_path(name): state for name, state in self.extra.items()}
         if self.rank == 0:
             account = {"schema": SCHEMA, "step": self.step, "layout": self.layout, "objects": self.common}
-            account |= {"extra": self.extra}
             found |= {STATE: account} | group_paths(groups)
         return found
 
@@ -244,17 +244,9 @@ class _Small:
         Raises:
             ValueError: whose it is.
         """
-        for label, state in (self.common | self.extra).items():
-            buffer = io.BytesIO()
-            torch.save(state, buffer)
-            buffer.seek(0)
-            try:
-                torch.load(buffer, weights_only=True)
-            except Exception as error:
-                raise ValueError(
-                    f"the state of {label} could not be read back; keep to numbers, texts, tensors and containers of "
-                    f"them: {str(error).splitlines()[0]}"
-                ) from error
+        for label, state in (self.extra | (self.common if self.rank == 0 else {})).items():
+            if why := unreadable(state):
+                raise ValueError(f"the state of {label} could not be read back; {why}")
 
     def manifest(self, saves: Saves, files: list[File]) -> Manifest:
         """The manifest of the whole checkpoint."""

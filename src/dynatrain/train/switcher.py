@@ -29,6 +29,7 @@ from dynatrain.cluster.board import Board
 from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
 from dynatrain.models.names import NameRule, strip_wrappers
+from dynatrain.train.agreement import on_every_rank
 from dynatrain.train.blueprint import check_mode
 from dynatrain.train.copies import UnequalCopies, check_policy
 from dynatrain.train.course import Course
@@ -86,6 +87,7 @@ class Switcher:
     Raises:
         LayoutError: the text is no layout, or not of this world size.
         UnplacedTensorError, UnknownStateError, SegmentError: what could not be switched, all of it, by name.
+        StartRefusedError: likewise, where ranks differ in what they refuse: on every rank, with the ranks' numbers.
         ValueError: there is no such mode, or policy.
     """
 
@@ -150,11 +152,16 @@ class Switcher:
         self._inside = False
         self.step = 0
         read = legal or whole_world(world_size)
-        try:
+
+        def begin() -> World:
             world = first_world(self._party, read(layout), initial)
             self._read = served(same_meaning(read, world.layout, world.parts, data_parallel), lambda: self.world)
             for label, thing in (state or {}).items():
                 join(self._party, world, label, thing)
+            return world
+
+        try:
+            world = on_every_rank(self._party.board, "start", rank, begin, timeout=deadline)
             self._saver = Saver(self._party, saves, (self._answer_saved, on_saved))
             wishes = Wishes(self._party.board, schedule or {}, mode, self._saver.every, inside or {})
             self._turns = Turns(self._party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
@@ -273,9 +280,13 @@ class Switcher:
             ``thing``, or what the factory made; after a switch take a factory's product from ``state``.
 
         Raises:
-            UnknownStateError: it could not be carried to another layout, by name.
+            UnknownStateError, StartRefusedError: it could not be carried to another layout, by name.
         """
-        join(self._party, self.world, label, thing)
+
+        def joins() -> None:
+            join(self._party, self.world, label, thing)
+
+        on_every_rank(self._party.board, f"join/{label}", self._party.rank, joins, timeout=self._party.deadline)
         survey(self._party, self.world, f"survey/{label}")
         self._party.memory.hold(
             piece
@@ -316,20 +327,22 @@ class Switcher:
         self._turns.ask_save(by=by)
 
     def save_now(self) -> str:
-        """Save, and return when it is done: behind the loop, also one that was left by ``break``. All ranks call it.
+        """Save, and return when it is done. All ranks call it: behind the loop, or before or behind a whole step in it.
 
         Returns:
             What became of it, for people.
 
         Raises:
-            SavingError: the job has no place to be saved to, or the loop is inside a step.
+            SavingError: the job has no place to be saved to, or the step under way has begun and not been made.
         """
         self._saver.require()
-        if self._inside:
-            raise SavingError(f"step {self.step} is under way: save_now is for behind the loop; in it call save()")
+        if self._inside and self.world.forwards.seen:
+            raise SavingError(
+                f"step {self.step} is under way: save_now comes before its first forward or behind its update"
+            )
         self._course.leave()
         self._saver.finish()
-        return self._saver.save_now(self.world, self.step)
+        return self._saver.save_now(self.world, self.step + (self._inside and self._course.updated))
 
     def load(self, path: Path, *, rename: Rename | None = None) -> int:
         """Go on from a checkpoint, in whatever layout it was written; before the first step. All ranks call it.

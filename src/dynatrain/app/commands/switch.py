@@ -11,8 +11,6 @@ from dynatrain.app.runs import Progress, certificate_for, config_of, find_run
 from dynatrain.app.switches import switch_lines
 from dynatrain.layout.foreign import read_layout
 from dynatrain.layout.layout import Layout
-from dynatrain.layout.legality import check
-from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import parse_layout, print_layout
 from dynatrain.observe.log import Tail
 from dynatrain.observe.run import RunFolder
@@ -49,7 +47,7 @@ def switch(
     """
     folder = find_run(run)
     run_now = check_run(config_of(folder))
-    new = _checked(layout, run_now)
+    new = run_now.legal(read_layout(layout))
     if dry_run:
         _dry_run(folder, run_now, new, run_now.config.switching.mode if mode == "configured" else mode, json=json)
         return 0
@@ -62,19 +60,6 @@ def switch(
         say(f"{answer.outcome}{f': {answer.message}' if answer.message else ''}")
         say(*(switch_lines(record) if record else ()))
     return CODES[answer.outcome]
-
-
-def _checked(text: str, run: CheckedRun) -> Layout:
-    """The layout, legal for the run's model, world and batch."""
-    layout = read_layout(text)
-    check(
-        layout,
-        run.shape.limits(),
-        world_size=run.layout.world_size,
-        num_microbatches=run.num_microbatches,
-        sequence=run.config.data.sequence,
-    )
-    return resolve(layout, run.shape.num_hidden_layers)
 
 
 def _dry_run(folder: RunFolder, run: CheckedRun, new: Layout, mode: str, *, json: bool) -> None:
