@@ -35,7 +35,7 @@ def _file_name(value: object) -> bool:
 
 _RULES: Rule = {
     "schema": lambda value: count(value) and value in range(1, SCHEMA + 1),
-    "run_id": text,
+    "run_id": lambda value: value == "" or text(value),  # a loop of somebody's own need not name its run
     "step": count,
     "layout": text,
     "world_size": lambda value: count(value) and value != 0,
