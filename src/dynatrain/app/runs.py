@@ -65,9 +65,15 @@ def config_of(run: RunFolder) -> RunConfig:
     return load_own(run.path).config
 
 
+def switch_folders(run: RunFolder) -> tuple[Path, ...]:
+    """The folders of a run's switches, by number; none where something is not there."""
+    found = (path for path in run.switches.glob("*") if path.is_dir())
+    return tuple(sorted(found, key=lambda path: (len(path.name), path.name)))  # 999 comes before 1000
+
+
 def certificates(run: RunFolder) -> tuple[dict[str, Any], ...]:
     """The certificates of a run as they stand, in the order of its switches; those that do not hold are left out."""
-    found = (_record(path) for path in sorted(run.switches.glob("*/certificate.json")))
+    found = (_record(folder / "certificate.json") for folder in switch_folders(run))
     return tuple(record for record in found if not check_certificate(record))
 
 

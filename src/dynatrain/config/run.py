@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 MOST = 2**31 - 1
 """Of anything that is counted: more than any run has, and products of two still fit into 64 bits."""
 Count = Annotated[int, Field(ge=1, le=MOST)]
+Ranks = Annotated[int, Field(ge=1, le=1 << 16)]
 WholeNumber = Annotated[int, Field(ge=0, le=MOST)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -24,7 +25,7 @@ class Section(BaseModel):
 class World(Section):
     """The processes that train."""
 
-    size: Count | None = None
+    size: Ranks | None = None
     """Ranks; by default as many as the layout has."""
 
 

@@ -6,6 +6,7 @@ when its outcome is known, writes ``requests/ID.answer.json`` beside it. Both ar
 
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -90,6 +91,8 @@ class Request:
                 f"{self.verb} knows no {name!r}; it takes {known}" for name in sorted(given - ARGUMENTS[self.verb])
             ]
         problems += [f"{k}: {v!r} is not text" for k, v in self.arguments.items() if not isinstance(v, str)]
+        if self.deadline is not None and not math.isfinite(self.deadline):
+            problems.append(f"deadline {self.deadline}: seconds since 1970, or None for never")
         mode = self.arguments.get("mode", MODES[0])
         if isinstance(mode, str) and (problem := mode_problem(mode)):
             problems.append(problem)
