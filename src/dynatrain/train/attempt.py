@@ -21,7 +21,7 @@ import torch
 
 from dynatrain.execute.census import DigestReport
 from dynatrain.execute.exchange import Exchange
-from dynatrain.execute.pages import touch
+from dynatrain.execute.pages import give_up_spare, touch
 from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.execute.rounds import Executor
 from dynatrain.layout.layout import Layout
@@ -299,6 +299,7 @@ class Attempt:
         self._channel.groups.keep()
         replaced = f"belongs to a layout that switch {self.order.number} to {self.order.layout} replaced"
         retire_world(self.party, self.old, self._old_leaves, replaced)
+        give_up_spare()
 
     # Giving up.
 
