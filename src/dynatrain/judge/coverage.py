@@ -64,15 +64,17 @@ def adopted_rows(new: Holdings, tensor: Ints, state: Ints, rank: Ints) -> Rows:
     return Rows(tensor=tensor, state=state, low=new.low[kind, rank], high=new.high[kind, rank], src=rank, dst=rank)
 
 
-def misplaced(catalogue: Catalogue, old: Holdings, new: Holdings, moves: Rows) -> tuple[str, ...]:
-    """Moves that are empty, leave a piece that their source does not hold, or miss the piece of their target."""
-    kind, other = (side.kinds(moves.tensor, moves.state) for side in (old, new))
+def misplaced(catalogue: Catalogue, old: Holdings | None, new: Holdings, moves: Rows) -> tuple[str, ...]:
+    """Moves that are empty, leave a piece that their source does not hold, or miss the piece of their target.
+
+    Without ``old`` their sources are not asked: after a loss these are judged by what is left.
+    """
     empty = (moves.low >= moves.high).any(axis=1)
-    faults = (
-        (empty, "is empty", moves.dst),
-        (~empty & ~_inside(moves, old, kind, moves.src), "is not within the piece that the source holds", moves.src),
-        (~empty & ~_inside(moves, new, other, moves.dst), "is not within the piece that the target needs", moves.dst),
-    )
+    faults = [(empty, "is empty", moves.dst)]
+    for side, rank, what in ((old, moves.src, "that the source holds"), (new, moves.dst, "that the target needs")):
+        if side is not None:
+            fits = inside(moves, side, side.kinds(moves.tensor, moves.state), rank)
+            faults.append((~empty & ~fits, f"is not within the piece {what}", rank))
     return tuple(
         itertools.chain.from_iterable(
             shown(
@@ -88,7 +90,8 @@ def misplaced(catalogue: Catalogue, old: Holdings, new: Holdings, moves: Rows) -
     )
 
 
-def _inside(rows: Rows, side: Holdings, kind: Ints, rank: Ints) -> Flags:
+def inside(rows: Rows, side: Holdings, kind: Ints, rank: Ints) -> Flags:
+    """Which rows are within the piece that ``rank`` holds of ``kind``, each one a row."""
     fits = (rows.low >= side.low[kind, rank]) & (rows.high <= side.high[kind, rank])
     return np.asarray(fits.all(axis=1) & side.held[kind, rank])
 
@@ -130,7 +133,7 @@ def coverage(
     key = np.ravel_multi_index((written.tensor, written.state, written.dst), expected.shape)
     kind = new.kinds(written.tensor, written.state)
     suspects = (counts.written != expected).ravel()
-    suspects[key[~_inside(written, new, kind, written.dst)]] = True
+    suspects[key[~inside(written, new, kind, written.dst)]] = True
     suspects[key[_overlapping(written, key)]] = True
     problems = _look_closely(catalogue, new, (written, key), np.flatnonzero(suspects), counts)
     return counts.by_kind(catalogue), shown(problems, "piece(s) not covered exactly once")

@@ -12,12 +12,15 @@ import numpy as np
 
 from dynatrain.judge.coverage import Rows, adopted_rows, by_state, coverage, misplaced, unadoptable
 from dynatrain.judge.holdings import Flags, Ints, Padded, holdings, pads
+from dynatrain.judge.loss import Fetched, fetched_rows, misread, unfounded, unlived
 from dynatrain.judge.rounds import incomplete, stuck, too_large, torn, unmatched
 from dynatrain.judge.verdict import Verdict, shown
-from dynatrain.plan.plan import RankPlan, Schedule
+from dynatrain.plan.plan import Loss, RankPlan, Schedule
 from dynatrain.plan.table import MoveTable, WholePlan, table
 from dynatrain.space.ownership import Ownership, num_holders
 from dynatrain.space.tensor import Catalogue
+
+NOTHING_READ: Fetched = {}
 
 
 def judge_rank(
@@ -28,6 +31,8 @@ def judge_rank(
     *,
     budget_bytes: int | None = None,
     padded: Padded = pads,
+    loss: Loss | None = None,
+    fetches: Fetched = NOTHING_READ,
 ) -> Verdict:
     """Judges one rank's part alone; coverage counts that rank's new pieces.
 
@@ -40,15 +45,18 @@ def judge_rank(
         part: what to judge.
         budget_bytes: bytes above ``max(old, new)`` that a rank may hold; needed in ``tight``.
         padded: which states have padded storage.
+        loss: of ranks of ``old``: moves are held against what is left. None where all are there.
+        fetches: what ranks read from files after a loss, by rank. That the files have it is for
+            :func:`~dynatrain.judge.shelves.judge_fetches`.
     """
     if unplaced := _unplaced(catalogue, old, new):
         return Verdict(problems=unplaced)
-    case = _Case(catalogue, (old, new), np.array([part.rank]), budget_bytes, padded)
+    case = _Case(catalogue, (old, new), np.array([part.rank]), budget_bytes, padded, loss)
     outgoing, unknown = case.rows(table(part.sends))
-    verdict = case.judge(table((*part.receives, *part.relays)), _adopted([part]), part.schedule)
+    verdict = case.judge(table((*part.receives, *part.relays)), _adopted([part]), part.schedule, fetches)
     return Verdict(
         coverage=verdict.coverage,
-        problems=(*_strangers(part), *unknown, *misplaced(catalogue, case.old, case.new, outgoing), *verdict.problems),
+        problems=(*_strangers(part), *unknown, *case.misplaced(outgoing), *verdict.problems),
     )
 
 
@@ -60,6 +68,8 @@ def judge_all(
     *,
     budget_bytes: int | None = None,
     padded: Padded = pads,
+    loss: Loss | None = None,
+    fetches: Fetched = NOTHING_READ,
 ) -> Verdict:
     """Judges the parts of all ranks together, also that both ends of each move agree and that no rank waits for ever.
 
@@ -70,15 +80,18 @@ def judge_all(
         parts: one per rank of either world, by rank; of whoever is in neither, an empty one.
         budget_bytes: bytes above ``max(old, new)`` that a rank may hold; needed in ``tight``.
         padded: which states have padded storage.
+        loss: of ranks of ``old``: moves are held against what is left. None where all are there.
+        fetches: what ranks read from files after a loss, by rank. That the files have it is for
+            :func:`~dynatrain.judge.shelves.judge_fetches`.
     """
     world = num_holders(old, new)
     if (seen := [part.rank for part in parts]) != list(range(world)):
         return Verdict(problems=(f"parts of ranks {seen} were given; one of each of 0 .. {world - 1} is needed",))
     if unplaced := _unplaced(catalogue, old, new):
         return Verdict(problems=unplaced)
-    case = _Case(catalogue, (old, new), np.arange(world), budget_bytes, padded)
+    case = _Case(catalogue, (old, new), np.arange(world), budget_bytes, padded, loss)
     moves = table(move for part in parts for move in (*part.receives, *part.relays))
-    verdict = case.judge(moves, _adopted(parts), parts[0].schedule)
+    verdict = case.judge(moves, _adopted(parts), parts[0].schedule, fetches)
     strangers = (problem for part in parts for problem in _strangers(part))
     return Verdict(
         coverage=verdict.coverage,
@@ -94,6 +107,8 @@ def judge_whole(
     *,
     budget_bytes: int | None = None,
     padded: Padded = pads,
+    loss: Loss | None = None,
+    fetches: Fetched = NOTHING_READ,
 ) -> Verdict:
     """Judges a plan in columns, for large worlds; arguments as in :func:`judge_all`.
 
@@ -102,11 +117,11 @@ def judge_whole(
     """
     if unplaced := _unplaced(catalogue, old, new):
         return Verdict(problems=unplaced)
-    case = _Case(catalogue, (old, new), np.arange(num_holders(old, new)), budget_bytes, padded)
+    case = _Case(catalogue, (old, new), np.arange(num_holders(old, new)), budget_bytes, padded, loss)
     groups = plan.moves.groups
     states = [(i, state) for i, group in enumerate(plan.adopted_group.tolist()) for state in groups[group]]
     row, state = np.array(states, np.int64).reshape(-1, 2).T
-    return case.judge(plan.moves, (plan.adopted_tensor[row], state, plan.adopted_rank[row]), plan.schedule)
+    return case.judge(plan.moves, (plan.adopted_tensor[row], state, plan.adopted_rank[row]), plan.schedule, fetches)
 
 
 class _Case:
@@ -119,6 +134,7 @@ class _Case:
         ranks: Ints,
         budget_bytes: int | None,
         padded: Padded,
+        loss: Loss | None,
     ) -> None:
         self.catalogue = catalogue
         self.world = num_holders(*sides)
@@ -126,6 +142,7 @@ class _Case:
         self.ranks = ranks
         self.budget_bytes = budget_bytes
         self.padded = padded
+        self.loss = loss
         self._states = np.array([len(tensor.states) for tensor in catalogue], np.int64)
 
     def rows(self, moves: MoveTable) -> tuple[Rows, tuple[str, ...]]:
@@ -143,8 +160,17 @@ class _Case:
         exists = (tensor >= 0) & (tensor < len(self.catalogue)) & (rank >= 0) & (rank < self.world) & (state >= 0)
         return np.asarray(exists & (state < self._states[np.where(exists, tensor, 0)]))
 
-    def judge(self, moves: MoveTable, adopted: tuple[Ints, Ints, Ints], schedule: Schedule) -> Verdict:
-        """Judges moves into the pieces of ``ranks``, adopted ``(tensor, state, rank)``, and the rounds."""
+    def misplaced(self, moves: Rows) -> tuple[str, ...]:
+        """Moves out of what their source has not, or into what their target needs not."""
+        if self.loss is None:
+            return misplaced(self.catalogue, self.old, self.new, moves)
+        left = unfounded(self.catalogue, self.old, moves, self.loss)
+        return (*misplaced(self.catalogue, None, self.new, moves), *left)
+
+    def judge(
+        self, moves: MoveTable, adopted: tuple[Ints, Ints, Ints], schedule: Schedule, fetches: Fetched
+    ) -> Verdict:
+        """Judges moves into the pieces of ``ranks``, adopted ``(tensor, state, rank)``, files and the rounds."""
         arriving, unknown = self.rows(moves)
         known = self._known(*adopted)
         problems = [
@@ -153,14 +179,17 @@ class _Case:
         ]
         tensor, state, rank = (column[known] for column in adopted)
         kept = adopted_rows(self.new, tensor, state, rank)
-        covered, uncovered = coverage(self.catalogue, self.new, arriving.joined(kept), self.ranks)
+        read = fetched_rows(fetches, self.old.low.shape[2])
+        covered, uncovered = coverage(self.catalogue, self.new, arriving.joined(kept).joined(read), self.ranks)
         return Verdict(
             coverage=covered,
             problems=(
                 *unknown,
                 *shown(problems, "adopted piece(s) of what does not exist"),
-                *misplaced(self.catalogue, self.old, self.new, arriving),
+                *self.misplaced(arriving),
+                *misread(fetches, self.loss),
                 *unadoptable(self.catalogue, self.old, self.new, kept),
+                *(() if self.loss is None else unlived(self.catalogue, kept, self.loss)),
                 *uncovered,
                 *incomplete(self.catalogue, schedule),
                 *torn(self.catalogue, schedule),

@@ -36,6 +36,11 @@ def judge_reads(
     return shown(problems, "piece(s) not read exactly once")
 
 
+def judge_fetches(catalogue: Catalogue, boxes: Boxes, fetches: Iterable[Fetch]) -> tuple[str, ...]:
+    """Whether each fetch is from a box of the shelf that has it; empty where it is. It does not count coverage."""
+    return shown(list(_outside(catalogue, boxes, fetches)), "box(es) that are not where they are read")
+
+
 def _outside(catalogue: Catalogue, boxes: Boxes, fetches: Iterable[Fetch]) -> Iterator[str]:
     for fetch in fetches:
         stored = boxes.get(fetch.granule, ())

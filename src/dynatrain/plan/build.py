@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dynatrain.plan.plan import Granule, Move, RankPlan, Schedule
+from dynatrain.plan.plan import Granule, Loss, Move, RankPlan, Schedule
 from dynatrain.plan.sources import Family, families
 from dynatrain.plan.table import Ints, MoveTable, WholePlan
 from dynatrain.space.ownership import Ownership
@@ -35,6 +35,7 @@ def rank_plan(
     *,
     ranks_per_node: int | None = None,
     adoptable: Adoptable = always,
+    loss: Loss | None = None,
 ) -> RankPlan:
     """The part of ``rank``: sends, receives and relays in catalogue order, then by box, then by peer.
 
@@ -48,6 +49,8 @@ def rank_plan(
         schedule: the rounds, see :mod:`dynatrain.plan.schedule`.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; None puts all ranks on one node.
         adoptable: vetoes adoption where equal boxes lie in unequal storage: such a piece is relaid.
+        loss: of ranks of ``old``; None where all are there. What no memory has is in no move, but among the fetches of
+            :func:`dynatrain.plan.shelves.reads_of_rest`. A keeper sends, and relays, out of its wards' pieces too.
 
     Raises:
         PlanError: a tensor has no owner before or after; all such are named.
@@ -56,9 +59,9 @@ def rank_plan(
     receives: list[Move] = []
     relays: list[Move] = []
     adopted: list[Granule] = []
-    for family in families(catalogue, old, new, ranks_per_node=ranks_per_node):
+    for family in families(catalogue, old, new, ranks_per_node=ranks_per_node, loss=loss):
         kept = family.keeps(rank)
-        incoming = tuple(family.incoming(rank))
+        incoming = tuple(cut for cut in family.incoming(rank) if cut.sources)
         outgoing = tuple(family.outgoing(rank))
         for number, item in enumerate(family.items):
             if kept and adoptable(item.tensor):
@@ -94,6 +97,7 @@ def whole_plan(
     *,
     ranks_per_node: int | None = None,
     adoptable: Adoptable = always,
+    loss: Loss | None = None,
 ) -> WholePlan:
     """All ranks' parts as columns; arguments and errors as in :func:`rank_plan`, whose rule it asks.
 
@@ -102,7 +106,7 @@ def whole_plan(
     dims = max((len(tensor.shape) for tensor in catalogue), default=0)
     groups: dict[tuple[int, ...], int] = {}
     parts = []
-    for family in families(catalogue, old, new, ranks_per_node=ranks_per_node):
+    for family in families(catalogue, old, new, ranks_per_node=ranks_per_node, loss=loss):
         rows = _rows(family, new.layout.ranks, dims)
         tensor = np.array([item.tensor for item in family.items], np.int64)
         group = np.array([groups.setdefault(item.states, len(groups)) for item in family.items], np.int64)
@@ -140,7 +144,7 @@ class _Rows:
 
 
 def _rows(family: Family, ranks: Sequence[int], dims: int) -> _Rows:
-    cuts = [(rank, cut) for rank in ranks for cut in family.incoming(rank)]
+    cuts = [(rank, cut) for rank in ranks for cut in family.incoming(rank) if cut.sources]
     low, high = np.zeros((len(cuts), dims), np.int64), np.ones((len(cuts), dims), np.int64)
     if cuts and cuts[0][1].box:
         bounds = np.array([cut.box for _, cut in cuts], np.int64)

@@ -71,6 +71,43 @@ class RankPlan:
     schedule: Schedule
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What one holder has in memory of one old rank's pieces, as they were at one step.
+
+    Attributes:
+        holder: who has it.
+        owner: the old rank whose pieces they are. The holder's own: all of them. Another's, whose *keeper* the holder
+            then is: those boxes of it that no other old rank holds.
+        step: so many steps had been trained.
+        live: whether these are the very pieces that the holder trains with, which may be adopted; else a snapshot.
+        complete: whether all of it has arrived; what has not counts as nothing.
+    """
+
+    holder: int
+    owner: int
+    step: int
+    live: bool = False
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Which old ranks are gone, and what the others go on from. Equal on every rank.
+
+    Attributes:
+        lost: holders whose memory is gone; all of them old ranks.
+        step: of which all state is to be: so many steps have been trained then.
+        kept: all that is known of memory, also of other steps, and also what the lost ones had.
+        files: step of the files that fill what nobody's memory has; None where no file is read.
+    """
+
+    lost: frozenset[int]
+    step: int
+    kept: tuple[Kept, ...]
+    files: int | None = None
+
+
 Boxes = Mapping[Granule, Sequence[Box]]
 """The boxes that a shelf, a holder made of files, owns of each granule: disjoint, together the whole."""
 

@@ -6,7 +6,8 @@ piece needs. Writing, the pieces of one copy of each granule become its boxes, a
 that they have written already, so that replicas share the work.
 """
 
-from dynatrain.plan.plan import Boxes, Fetch, Granule
+from dynatrain.plan.plan import Boxes, Fetch, Granule, Loss
+from dynatrain.plan.sources import families
 from dynatrain.space.box import Box, intersect, volume
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue
@@ -23,6 +24,23 @@ def reads(catalogue: Catalogue, boxes: Boxes, new: Ownership, rank: int) -> tupl
             if common is not None:
                 found.append(Fetch(granule, common, place))
     return tuple(found)
+
+
+def reads_of_rest(
+    catalogue: Catalogue, boxes: Boxes, old: Ownership, new: Ownership, rank: int, loss: Loss
+) -> tuple[Fetch, ...]:
+    """What ``rank`` reads after a loss: of its pieces under ``new`` what nobody has in memory, of the same step."""
+    found = [
+        Fetch(granule, common, place)
+        for family in families(catalogue, old, new, loss=loss)
+        for cut in family.incoming(rank)
+        if not cut.sources
+        for item in family.items
+        for granule in item.granules
+        for place, box in enumerate(boxes[granule])
+        if (common := intersect(cut.box, box)) is not None
+    ]
+    return tuple(sorted(found, key=lambda fetch: (fetch.granule, fetch.place, fetch.box)))
 
 
 def written_pieces(catalogue: Catalogue, owner: Ownership, rank: int) -> dict[Granule, Box]:

@@ -12,6 +12,9 @@ The rule, for a target rank that needs a part of a source cell:
 2. else a holder on the target's node, if there is one;
 3. else any holder.
 
+After a loss (``plan.left``) only those count as holders that have the cell of the step from which the run goes on; a
+keeper has its wards' cells beside its own.
+
 Among several, they take turns. The turn is the target's number among those that need the cell, plus the tensor's number
 among the tensors that lie alike (its *family*): so the replicas of a cell share its targets, and where a cell has fewer
 targets than replicas they share the tensors.
@@ -22,8 +25,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dynatrain.plan.errors import PlanError
+from dynatrain.plan.left import Left
 from dynatrain.plan.mesh import Mesh
-from dynatrain.plan.plan import Granule
+from dynatrain.plan.plan import Granule, Loss
 from dynatrain.space.box import Box, chunk, intersect, volume, whole
 from dynatrain.space.ownership import Ownership, Placement
 from dynatrain.space.tensor import Catalogue, State
@@ -121,7 +125,7 @@ class Cut:
     Attributes:
         box: in the coordinates of the logical tensor; never empty.
         cell: the source cell.
-        sources: the ranks that take turns; the target alone where it holds the cell.
+        sources: the ranks that take turns; the target alone where it holds the cell; empty where no memory has it.
         turn: whose turn it is for the family's first tensor; the next tensor has the next turn.
     """
 
@@ -151,18 +155,19 @@ class Item:
 class Family:
     """Items that lie alike, before and after: equal shape, equal placements. They differ by whose turn it is."""
 
-    def __init__(self, old: Grid, new: Grid, ranks_per_node: int | None) -> None:
+    def __init__(self, old: Grid, new: Grid, ranks_per_node: int | None, left: Left | None = None) -> None:
         self.old = old
         self.new = new
         self.items: list[Item] = []
+        self._left = left
         self._ranks_per_node = ranks_per_node
         self._needs: dict[Cell, list[tuple[Cell, Box]]] = {}
         self._positions: dict[Cell, dict[Cell, int]] = {}
 
     def keeps(self, target: int) -> bool:
-        """Whether ``target`` owns the same box, not an empty one, before and after."""
-        before, after = self.old.cell_of(target), self.new.cell_of(target)
-        if before is None or after is None:
+        """Whether ``target`` owns the same box, not an empty one, before and after, and trains with it."""
+        before, after = self._holds(target), self.new.cell_of(target)
+        if before is None or after is None or (self._left is not None and not self._left.live):
             return False
         box = self.new.box(after)
         return volume(box) > 0 and self.old.box(before) == box
@@ -179,20 +184,34 @@ class Family:
 
     def outgoing(self, source: int) -> Iterator[tuple[int, Cut]]:
         """What other ranks need out of the cell of ``source``: ``(target, cut)``, where ``source`` has a turn."""
-        cell = self.old.cell_of(source)
-        if cell is None:
-            return
-        for target_cell, box in self.new.meeting(self.old.box(cell)):
-            for target in self.new.owners(target_cell):
-                if self.old.cell_of(target) != cell:
-                    cut = self._cut(cell, box, target, target_cell)
-                    if source in cut.sources:
-                        yield target, cut
+        for cell in self._cells(source):
+            for target_cell, box in self.new.meeting(self.old.box(cell)):
+                for target in self.new.owners(target_cell):
+                    if target != source and self._holds(target) != cell:
+                        cut = self._cut(cell, box, target, target_cell)
+                        if source in cut.sources:
+                            yield target, cut
+
+    def _holds(self, rank: int) -> Cell | None:
+        """The cell of ``rank`` itself, if it has that."""
+        return self.old.cell_of(rank) if self._left is None or rank in self._left.own else None
+
+    def _cells(self, rank: int) -> Iterator[Cell]:
+        """All cells that ``rank`` may be asked for: its own, and those of its wards."""
+        own = self._holds(rank)
+        if own is not None:
+            yield own
+        for ward in () if self._left is None else self._left.wards(rank):
+            cell = self.old.cell_of(ward)
+            if cell is not None and self.old.owners(cell) == (ward,):
+                yield cell
 
     def _cut(self, cell: Cell, box: Box, target: int, target_cell: Cell) -> Cut:
-        if self.old.cell_of(target) == cell:
+        if self._holds(target) == cell:
             return Cut(box, cell, (target,), 0)
         sources = self.old.owners(cell)
+        if self._left is not None:
+            sources = self._left.holders(sources)
         if self._ranks_per_node is not None:
             node = target // self._ranks_per_node
             sources = tuple(rank for rank in sources if rank // self._ranks_per_node == node) or sources
@@ -209,7 +228,12 @@ class Family:
 
 
 def families(
-    catalogue: Catalogue, old: Ownership, new: Ownership, *, ranks_per_node: int | None = None
+    catalogue: Catalogue,
+    old: Ownership,
+    new: Ownership,
+    *,
+    ranks_per_node: int | None = None,
+    loss: Loss | None = None,
 ) -> tuple[Family, ...]:
     """All items of ``catalogue``, by family, in catalogue order.
 
@@ -218,12 +242,14 @@ def families(
         old: the ownership that has the state.
         new: the ownership that needs it.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; None puts all ranks on one node.
+        loss: of ranks of ``old``; None where all are there.
 
     Raises:
         PlanError: tensors without a placement before or after: all of them, by name.
     """
     _refuse_unplaced(catalogue, old, new)
     meshes = Mesh(old.layout), Mesh(new.layout)
+    left = None if loss is None else Left(loss)
     found: dict[tuple[object, ...], Family] = {}
     forms: dict[int, list[tuple[int, ...]]] = {}
 
@@ -241,7 +267,7 @@ def families(
         )  # plain tuples hash far faster than values
         family = found.get(key)
         if family is None:
-            family = Family(Grid(shape, before, meshes[0]), Grid(shape, after, meshes[1]), ranks_per_node)
+            family = Family(Grid(shape, before, meshes[0]), Grid(shape, after, meshes[1]), ranks_per_node, left)
             found[key] = family
         family.items.append(item)
 
