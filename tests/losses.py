@@ -53,7 +53,7 @@ def newest_by_hand(catalogue, old, lost, kept, files=()):
 def recovered(catalogue, old, new, parts, loss: Loss, fetches=None, shelf=None):
     """Carries a recovery out: ``(rank, tensor, state)`` -> what the ranks of ``new`` then hold, NaN where nothing came.
 
-    A sender takes each box from whatever it has kept that contains it, the newest first: so a box of a wrong step shows.
+    A sender takes each box from whatever it has that contains it, of the loss's step if it can, else the newest.
     """
     whole = stamps(catalogue)
 

@@ -27,7 +27,9 @@ from dynatrain.plan.table import table
 from dynatrain.space.ownership import declared, num_holders
 
 FSDP = Layout(axes=(("fsdp", 4),))
-few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+few = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
 
 
 @st.composite

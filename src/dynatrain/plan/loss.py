@@ -11,7 +11,9 @@ that are left.
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from dynatrain.data.redone import Redone
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.keepers import cells
 from dynatrain.plan.left import Left
@@ -63,6 +65,19 @@ class Restore:
     now: int
     passed: tuple[Gap, ...]
     bytes: Mapping[str, int]
+
+    def told(self, global_sequences: int) -> dict[str, Any]:
+        """What a report says, in JSON's own types; ``global_sequences`` are the samples of a step."""
+        again = Redone(first=self.loss.step, end=self.now, global_sequences=global_sequences)
+        return {
+            "lost": sorted(self.loss.lost),
+            "step": self.loss.step,
+            "now": self.now,
+            "files": self.loss.files,
+            "bytes": dict(self.bytes),
+            "why_no_newer": [str(gap) for gap in self.passed],
+            "redone": {"steps": again.steps, "samples": again.samples, "text": str(again)},
+        }
 
 
 def restore(
