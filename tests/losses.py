@@ -3,8 +3,6 @@
 Every element of every state is a number that says which it is and of which step, so that a stale one shows.
 """
 
-from dataclasses import replace
-
 import numpy as np
 from tests.plans.materialize import stamps
 
@@ -56,11 +54,13 @@ def recovered(catalogue, old, new, parts, loss: Loss, fetches=None, shelf=None):
     A sender takes each box from whatever it has that contains it, of the loss's step if it can, else the newest.
     """
     whole = stamps(catalogue)
+    there = [one for one in loss.kept if one.holder not in loss.lost and one.complete]
+    boxes = {one: boxes_of(catalogue, old, one) for one in there}
 
     def has(rank, granule, box):
-        mine = [one for one in loss.kept if one.holder == rank and one.holder not in loss.lost and one.complete]
+        mine = [one for one in there if one.holder == rank]
         for one in sorted(mine, key=lambda one: (one.step == loss.step, one.step), reverse=True):
-            piece = boxes_of(catalogue, old, one).get(granule)
+            piece = boxes[one].get(granule)
             if piece is not None and intersect(piece, box) == box:
                 return whole[granule][tuple(slice(*ends) for ends in box)] + one.step * OF_STEP
         raise AssertionError(f"rank {rank} has no {granule} {box}")
@@ -98,8 +98,3 @@ def right(catalogue, new, step):
         for at, state in enumerate(tensor.states)
         if (box := new.state_box(tensor, state, rank)) is not None
     }
-
-
-def renamed(loss, **one):
-    """The loss with something changed of all snapshots: ``step=`` makes a stale one pass for one of another step."""
-    return replace(loss, kept=tuple(kept if kept.live else replace(kept, **one) for kept in loss.kept))
