@@ -1,5 +1,7 @@
 """What a loss costs, in words and numbers, on worlds that can be counted by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.losses import memory
@@ -7,10 +9,13 @@ from tests.plans.cases import LAYERS, layout, small
 
 from dynatrain.data.order import batch_ids
 from dynatrain.data.redone import Redone
+from dynatrain.judge.judge import judge_rank
+from dynatrain.plan.build import rank_plan
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.keepers import keepers, kept_boxes
 from dynatrain.plan.loss import restore
 from dynatrain.plan.plan import Kept
+from dynatrain.plan.schedule import keep_schedule
 from dynatrain.space.ownership import declared
 from dynatrain.space.tensor import State
 
@@ -110,4 +115,20 @@ def test_the_samples_that_are_done_again_are_those_of_their_steps():
     assert Redone(first=3, end=3, global_sequences=4).ids(7, 100).dtype == np.int64
     assert str(Redone(first=3, end=4, global_sequences=4)) == (
         "step 3 is done again: the 4 samples at places 12 to 15 of the order"
+    )
+
+
+def test_a_keeper_that_is_asked_for_a_box_that_has_copies_is_found():
+    new = declared(ONE, layout(dp=2, fsdp=2).over((0, 1, 4, 3)), LAYERS)
+    kept = (*memory(4, 12), Kept(holder=1, owner=2, step=12))
+    loss = restore(ONE, COPIED, lost={2}, kept=kept).loss
+    part = rank_plan(ONE, COPIED, new, 4, keep_schedule(ONE, 1000), loss=loss)
+    assert judge_rank(ONE, COPIED, new, part, loss=loss).problems == ()
+    assert {move.src for move in part.receives} == {0}
+
+    first, *rest = part.receives
+    planted = replace(part, receives=(replace(first, src=1), *rest))
+    said = judge_rank(ONE, COPIED, new, planted, loss=loss).problems
+    assert said == (
+        "embed.param [0:8, 0:8] on rank 4 is not among what its source has kept (move from rank 1 to rank 4)",
     )

@@ -2,8 +2,9 @@
 
 Every few steps each rank notes all its pieces in its own memory, and sends those boxes that exist once in the world to
 its *keeper*, which is on another node where there is one. A box of which other ranks hold copies has no keeper: a copy
-takes the lost one's place. The own note is needed because whoever goes on from an earlier step needs all its pieces as
-they were then, not only those that were lost.
+takes the lost one's place (copies that all lie on one node are lost with it, and only files have them then). The own
+note is needed because whoever goes on from an earlier step needs all its pieces as they were then, not only those that
+were lost.
 
 A rank has one keeper for all its boxes. Dealt out box by box, the bytes would be evener still, but any two ranks that
 are lost together would take something with them.
