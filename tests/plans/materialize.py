@@ -70,7 +70,7 @@ def _boxes(catalogue, ownership):
     """``(rank, tensor)`` -> the box that the rank holds; nothing where another stage holds the tensor."""
     return {
         (rank, index): box
-        for rank in range(ownership.layout.world_size)
+        for rank in ownership.layout.ranks
         for index, tensor in enumerate(catalogue)
         if (box := ownership.box(tensor, rank)) is not None
     }
