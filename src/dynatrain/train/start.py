@@ -1,4 +1,9 @@
-"""Where an order begins: told and asked at every step edge, until all ranks know it."""
+"""Where an order begins: told and asked at every step edge, until all ranks know it.
+
+A crossing begins at a step edge of the old world, too, but is agreed on by all holders, on the crossing's board. A
+newcomer is ready when it is warm, whatever the edge; an old rank not before all newcomers are. So the last to be ready
+is an old rank, at its own edge, as the argument wants it; nobody waits for a newcomer: it is looked for at each edge.
+"""
 
 import time
 from collections.abc import Callable
@@ -20,11 +25,14 @@ class Start:
     """
 
     def __init__(self, party: Party, order: Order, attempt: Attempt | None, busy: Callable[[], bool]) -> None:
-        self._party = party
+        crossing = attempt.way.crossing if attempt else None
+        self._party = attempt.party if attempt else party
         self._order = order
         self._attempt = attempt
         self._busy = busy
-        self._board = party.board
+        self._board = self._party.board
+        self._number = crossing.generation if crossing else order.turn
+        self._newcomers = crossing.newcomers if crossing else range(0)
         self._told_at = 0.0
 
     def look(self, edge: int, step: int) -> Go | None:
@@ -37,13 +45,16 @@ class Start:
         Returns:
             Where to begin, or that the switch was given up; None while that is open.
         """
-        number = self._order.turn
         if not self._told_at:
             self._tell(edge, step)
-        go = self._board.go_edge(number)
+        go = self._board.go_edge(self._number)
         if go is None and (waited := self._overdue()):
-            go = self._board.overdue(number, waited)
+            go = self._board.overdue(self._number, waited)
         return go
+
+    def done(self) -> None:
+        """This rank knows where to begin, and looks no more."""
+        self._board.done_with(self._number)
 
     def _tell(self, edge: int, step: int) -> None:
         """Say that this rank is ready, or why it never will be, as soon as either is known."""
@@ -56,9 +67,9 @@ class Start:
         if self._busy() or (attempt is not None and not attempt.prepared):
             return
         if attempt is not None and attempt.problem:
-            self._board.give_up(order.turn, attempt.problem)
-        elif due:
-            self._board.ready(order.turn, party.rank, edge)
+            self._board.give_up(self._number, attempt.problem)
+        elif due and not (self._newcomers and {*self._newcomers} & {*self._board.unready(self._number)}):
+            self._board.ready(self._number, party.rank, edge)
         else:
             return
         self._told_at = time.monotonic()
@@ -68,8 +79,11 @@ class Start:
         deadline = self._party.patience
         if self._told_at:
             waited, patience = time.monotonic() - self._told_at, deadline
-        elif self._attempt is None or self._attempt.prepared:
+        elif self._attempt is None or (self._attempt.prepared and not self._newcomers):
             return 0.0  # a scheduled step is yet to come, or a save has a deadline of its own
         else:
-            waited, patience = time.monotonic() - self._attempt.began, 2 * deadline  # build and warm
+            waited, patience = (
+                time.monotonic() - self._attempt.began,
+                2 * deadline,
+            )  # build and warm, also the newcomers'
         return waited if waited > patience else 0.0
