@@ -14,7 +14,7 @@ So a cut, its copies and its groups follow from strides and ways alone, for any 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -99,14 +99,15 @@ class Layout:
         """Who has a place, ascending: the ranks, or of a layout that :meth:`over` has made the holders."""
         return sorted(self.order) if self.order else range(self.world_size)
 
-    def over(self, members: Sequence[int]) -> "Layout":
+    def over(self, members: Sequence[int] | Mapping[int, int]) -> "Layout":
         """The layout with every rank called by its number among the holders of a crossing; a value for plans alone.
 
         Two worlds with other members are planned for in one numbering of everybody. Text has no spelling for it, and no
         configuration takes it.
 
         Args:
-            members: ``members[rank]`` is the number of that rank; each once, not necessarily ascending.
+            members: ``members[rank]`` is the number of that rank; each once, not necessarily ascending. The way back
+                is the mapping from numbers to ranks.
         """
         order = tuple(members[rank] for rank in self.order or range(self.world_size))
         return replace(self, order=() if order == tuple(range(self.world_size)) else order)
