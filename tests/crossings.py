@@ -137,10 +137,7 @@ class Member:
         """Until the next world is prepared, here and by the newcomers."""
         end = time.monotonic() + PATIENCE
         attempt.join(PATIENCE)
-        crossing, board = attempt.way.crossing, attempt.party.board
-        while time.monotonic() < end and not attempt.problem:
-            if not {*crossing.newcomers} & {*board.unready(crossing.generation)}:
-                break
+        while time.monotonic() < end and not attempt.problem and attempt.way.cold():
             time.sleep(0.01)
 
     def ask(self, generation):

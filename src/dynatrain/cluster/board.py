@@ -158,10 +158,6 @@ class Board:
         found = self.decided(f"go/{switch}")
         return None if found is None else _go(found)
 
-    def unready(self, switch: int) -> tuple[int, ...]:
-        """Who has not said yet that it can begin."""
-        return self.missing(f"go/{switch}")
-
     def give_up(self, switch: int, reason: str) -> Go:
         """Propose not to switch, because a rank cannot; returns what stands: the others may have been faster."""
         return _go(self.decide(f"go/{switch}", {"abort": reason}))

@@ -238,12 +238,8 @@ class Bench:
 
     def _other(self, case: Case, method: str) -> Sample:
         old = self._switcher.world
-        new = make_world(
-            self._party,
-            self._party.groups,
-            self._switcher._read(case[1], self._party.world_size),
-            on_meta=True,  # noqa: SLF001
-        )
+        layout = self._switcher._read(case[1], self._party.world_size)  # noqa: SLF001
+        new = make_world(self._party, self._party.groups, layout, on_meta=True)
         source = _held(old)
         sample = Sample(case=case, method=method)
         without_state = self._without_state()

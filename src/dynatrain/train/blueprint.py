@@ -55,7 +55,9 @@ class Blueprint:
     record: PlanRecord | None
 
 
-def draw(party: Party, mode: str, old: World, new: World, topic: str, *, whole: bool) -> Blueprint:
+def draw(
+    party: Party, mode: str, old: World, new: World, topic: str, *, members: tuple[int, ...] = (), whole: bool
+) -> Blueprint:
     """Plan the switch, judge it, and agree with all ranks that both ends of every move are planned alike.
 
     Args:
@@ -64,6 +66,7 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str, *, whole: 
         old: the world that trains.
         new: the world to come.
         topic: of the questions; never used before.
+        members: of a crossing, the holder of each new rank.
         whole: whether this rank is to know the whole plan: rank 0 at least.
 
     Raises:
@@ -75,7 +78,7 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str, *, whole: 
     blueprint, hashes, objection = None, None, None
     schedule, budget = _agree_on_rounds(party, mode, old, new, free, f"{topic}/rounds")
     try:
-        blueprint, hashes = _draw_own(party, old, new, schedule, budget, whole=whole)
+        blueprint, hashes = _draw_own(party, old, new, schedule, budget, members if whole else None)
     except Exception as problem:  # noqa: BLE001 - told to all ranks
         objection = objection_of(problem)
     told = exchange(
@@ -120,9 +123,16 @@ def _table(old: World, new: World) -> Storage:
 
 
 def _draw_own(
-    party: Party, old: World, new: World, schedule: Schedule, budget: int | None, *, whole: bool
+    party: Party,
+    old: World,
+    new: World,
+    schedule: Schedule,
+    budget: int | None,
+    members: tuple[int, ...] | None,
 ) -> tuple[Blueprint, list[int]]:
     """This rank's blueprint, and its part of the hashes of all sends and all receives.
+
+    The whole plan is drawn where ``members`` are given: see :func:`draw`.
 
     Raises:
         PlanError: the judge refuses.
@@ -137,7 +147,7 @@ def _draw_own(
     )
     verdict = judge_rank(catalogue, before, after, part, budget_bytes=budget)
     problems, coverage, summary, record = list(verdict.problems), verdict.coverage, None, None
-    if whole:
+    if members is not None:
         every = whole_plan(catalogue, before, after, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable)
         all_ranks = judge_whole(catalogue, before, after, every, budget_bytes=budget)
         problems += all_ranks.problems
@@ -149,6 +159,7 @@ def _draw_own(
             after,
             every,
             summary,
+            members=members,
             budget_bytes=0 if budget is None else budget + STAGING_BYTES,
             round_bytes=party.round_bytes,
             ranks_per_node=party.ranks_per_node,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dynatrain.cluster.worlds import forget_others
 from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
 from dynatrain.train.announcement import NotAdmittedError, announcement
 from dynatrain.train.attempt import Attempt
@@ -153,6 +154,8 @@ class Course:
         """Begin to prepare a switch beside training."""
         way = passage(self._party, order)
         if way.crossing is not None and self._party.rank == 0:
+            assert self._party.worlds is not None
+            forget_others(self._party.worlds.run, self._party.generation, way.crossing.generation)
             announcement(self._party, order, self.world).put_up(way.party.board)
         target = self._read(order.layout, len(order.members) or self._party.world_size)
         attempt = Attempt(way=way, order=order, target=target, old=self.world)
@@ -222,7 +225,8 @@ class Course:
             raise
         assert attempt.new is not None
         self._before, self.world = self.world, attempt.new
-        self._wrap_optimizer(self.world)
+        if not attempt.way.comes:  # whose world this is already
+            self._wrap_optimizer(self.world)
         attempt.seconds["stall"] = time.perf_counter() - self._step_ended
         self._settling = True
         attempt.start_check()
@@ -248,10 +252,9 @@ class Course:
         if attempt.problem:
             board.give_up(generation, attempt.problem)
         else:
-            board.ready(generation, attempt.party.rank, -1)
+            way.say_warm()
         while (go := board.go_edge(generation)) is None:
             time.sleep(_POLL_SECONDS)
-        board.done_with(generation)
         if go.edge < 0:
             attempt.give_up()
             raise NotAdmittedError(go.reason)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dynatrain.cluster.board import Board
 from dynatrain.cluster.crossing import Crossing
 from dynatrain.cluster.worlds import crossing_board, world_board
 from dynatrain.layout.layout import Layout
@@ -76,6 +77,24 @@ class Passage:
         """A newcomer's: it has no other default group."""
         assert self.after is not None
         swap_default(self.made.get(DEFAULT, self.after.everyone))
+
+    @property
+    def gate(self) -> Board:
+        """Where the ranks of the world that trains agree on the step edge."""
+        if self.crossing is None:
+            return self.standing.board
+        assert self.standing.worlds is not None
+        return crossing_board(self.standing.worlds.run, self.crossing.generation, len(self.crossing.old))
+
+    def say_warm(self) -> None:
+        """A newcomer's word that it can begin."""
+        self.party.board.post(f"warm/{self.party.rank}", "")
+
+    def cold(self) -> str:
+        """The newcomers that have not said so, in words; empty where there are none."""
+        crossing, board = self.crossing, self.party.board
+        late = [n for n in crossing.newcomers if board.peek(f"warm/{n}") is None] if crossing else []
+        return f"newcomers {[self.party.members[n] for n in late]} were" if late else ""
 
     def enter(self) -> None:
         """This process is a rank of the new world from here on, provisionally."""

@@ -126,8 +126,9 @@ class Preparation:
         self._saved = Saved(self.old)
         ownership = Ownership(self.way.over(self.target), read.placements)
         self.new.catalogue, self.new.ownership = self.old.catalogue, ownership
-        topic = f"s{self.order.number}/plan"
-        self.blueprint = draw(self.party, self.order.mode, self.old, self.new, topic, whole=self.way.keeps_books)
+        topic, whole = f"s{self.order.number}/plan", self.way.keeps_books
+        over = self.way.crossing.over if self.way.crossing else ()
+        self.blueprint = draw(self.party, self.order.mode, self.old, self.new, topic, members=over, whole=whole)
         assert self.old.ownership is not None
         self._proof = Proof(catalogue=self.old.catalogue, old=self.old.ownership, new=ownership, rank=self.party.rank)
 
