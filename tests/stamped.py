@@ -59,13 +59,14 @@ def layout(text, order=()):
     return Layout(axes=tuple(axis for axis in axes if axis[1] > 1), order=tuple(order))
 
 
-def owns(catalogue, text, order=()):
-    return declared(catalogue, layout(text, order), LAYERS)
+def owns(catalogue, text, order=(), members=None):
+    where = layout(text, order)
+    return declared(catalogue, where if members is None else where.over(members), LAYERS)
 
 
 def box_of(catalogue, ownership, granule, rank):
     """The box of a granule on a rank, or None."""
-    if rank >= ownership.layout.world_size:
+    if rank not in (ownership.layout.order or range(ownership.layout.world_size)):
         return None
     box = ownership.box(catalogue[granule[0]], rank)
     return None if box is None else catalogue[granule[0]].states[granule[1]].box(box, catalogue[granule[0]].shape)

@@ -100,3 +100,11 @@ def layouts(draw: st.DrawFn) -> Layout:
     etp = draw(st.sampled_from([n for n in range(1, ranks // ep + 1) if ranks // ep % n == 0]))
     order = tuple(draw(st.permutations(range(world)))) if draw(st.booleans()) else ()
     return layout(order, stages, chunks, ep, etp, **sizes)
+
+
+@st.composite
+def numbered(draw: st.DrawFn) -> Layout:
+    """A layout as it is, or with its ranks numbered as some of the holders of a crossing, gaps and all."""
+    plain = draw(layouts())
+    members = draw(st.permutations(range(10)))[: plain.world_size]
+    return plain.over(members) if draw(st.booleans()) else plain

@@ -22,7 +22,7 @@ def stamps(catalogue):
 
 def piece_box(tensor, state, ownership, rank):
     """The box that ``rank`` holds of one state; None outside the tensor's stages and outside the world."""
-    if rank >= ownership.layout.world_size:
+    if rank not in (ownership.layout.order or range(ownership.layout.world_size)):
         return None
     box = ownership.box(tensor, rank)
     return None if box is None else state.box(box, tensor.shape)
@@ -70,7 +70,7 @@ def materialize(catalogue, old, new, parts):
 def brute_force_holders(tensor, state, box, ownership):
     """Ranks whose piece of a state holds all of ``box``, by looking at every rank."""
     found = []
-    for rank in range(ownership.layout.world_size):
+    for rank in ownership.layout.ranks:
         piece = piece_box(tensor, state, ownership, rank)
         if piece is not None and all(c <= a and b <= d for (a, b), (c, d) in zip(box, piece, strict=True)):
             found.append(rank)

@@ -3,7 +3,7 @@ from dataclasses import astuple
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.plans.cases import LAYERS, catalogues, layouts
+from tests.plans.cases import LAYERS, catalogues, numbered
 from tests.plans.materialize import brute_force_holders, expected, materialize
 
 from dynatrain.judge.judge import judge_all, judge_rank, judge_whole
@@ -24,7 +24,7 @@ from dynatrain.plan.storage import alike, storage
 from dynatrain.plan.summary import ledger, summarise
 from dynatrain.plan.table import table
 from dynatrain.space.box import intersect, volume
-from dynatrain.space.ownership import declared
+from dynatrain.space.ownership import declared, num_holders
 from dynatrain.space.tensor import ITEMSIZE
 
 WAYS = [("keep", False), ("tight", False), ("keep", True), ("tight", True)]
@@ -32,8 +32,7 @@ few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthChec
 
 
 def all_parts(catalogue, old, new, schedule, **how):
-    world = max(old.layout.world_size, new.layout.world_size)
-    return [rank_plan(catalogue, old, new, rank, schedule, **how) for rank in range(world)]
+    return [rank_plan(catalogue, old, new, rank, schedule, **how) for rank in range(num_holders(old, new))]
 
 
 def sides(catalogue, before, after):
@@ -65,7 +64,7 @@ def tightest(stored, budget):
 
 
 @few
-@given(catalogues(), layouts(), layouts(), st.sampled_from([None, 1, 2, 3]), st.sampled_from(WAYS))
+@given(catalogues(), numbered(), numbered(), st.sampled_from([None, 1, 2, 3]), st.sampled_from(WAYS))
 def test_a_plan_brings_every_stamp_to_its_place_and_the_judge_accepts_it(catalogue, before, after, ranks_per_node, way):
     mode, veto = way
     old, new = sides(catalogue, before, after)
@@ -91,7 +90,7 @@ def test_a_plan_brings_every_stamp_to_its_place_and_the_judge_accepts_it(catalog
 
 
 @few
-@given(catalogues(), layouts(), layouts(), st.sampled_from([None, 2]))
+@given(catalogues(), numbered(), numbered(), st.sampled_from([None, 2]))
 def test_the_whole_plan_is_the_sum_of_the_ranks_parts(catalogue, before, after, ranks_per_node):
     old, new = sides(catalogue, before, after)
     schedule = keep_schedule(catalogue, 1 << 20)
@@ -115,7 +114,7 @@ def test_the_whole_plan_is_the_sum_of_the_ranks_parts(catalogue, before, after, 
 
 
 @few
-@given(catalogues(), layouts(), layouts(), st.sampled_from([None, 2]))
+@given(catalogues(), numbered(), numbered(), st.sampled_from([None, 2]))
 def test_a_source_holds_the_box_and_is_the_nearest_that_does(catalogue, before, after, ranks_per_node):
     old, new = sides(catalogue, before, after)
     parts = all_parts(catalogue, old, new, keep_schedule(catalogue, 1), ranks_per_node=ranks_per_node)
@@ -132,18 +131,18 @@ def test_a_source_holds_the_box_and_is_the_nearest_that_does(catalogue, before, 
 
 
 @few
-@given(catalogues(), layouts(), layouts())
+@given(catalogues(), numbered(), numbered())
 def test_cells_found_by_division_are_those_found_by_looking_at_every_rank(catalogue, before, after):
     old, new = sides(catalogue, before, after)
     for tensor, state in every_state(catalogue):
         grid = Grid(tensor.state_shape(state), old.placed(tensor, state), Mesh(before))
-        for rank in range(after.world_size):
+        for rank in after.ranks:
             box = new.state_box(tensor, state, rank)
             if box is None:
                 continue
             slow = {
                 (owner, common)
-                for owner in range(before.world_size)
+                for owner in before.ranks
                 if (piece := old.state_box(tensor, state, owner)) is not None
                 and (common := intersect(piece, box)) is not None
             }
@@ -152,12 +151,12 @@ def test_cells_found_by_division_are_those_found_by_looking_at_every_rank(catalo
 
 
 @few
-@given(catalogues(), layouts())
+@given(catalogues(), numbered())
 def test_each_copy_of_a_state_has_every_element_once(catalogue, where):
     own = declared(catalogue, where, LAYERS)
     for tensor, state in every_state(catalogue):
         times = np.zeros((own.copies(tensor, state), *tensor.state_shape(state)), np.int64)
-        for rank in range(where.world_size):
+        for rank in where.ranks:
             box = own.state_box(tensor, state, rank)
             if box is not None:
                 times[own.copy_index(tensor, rank, state), *(slice(*ends) for ends in box)] += 1
@@ -165,7 +164,7 @@ def test_each_copy_of_a_state_has_every_element_once(catalogue, where):
 
 
 @few
-@given(catalogues(), layouts(), layouts())
+@given(catalogues(), numbered(), numbered())
 def test_bytes_and_floor_of_a_summary_hold_together(catalogue, before, after):
     old, new = sides(catalogue, before, after)
     stored = storage(catalogue, old, new)
@@ -181,7 +180,7 @@ def test_bytes_and_floor_of_a_summary_hold_together(catalogue, before, after):
 
 
 @few
-@given(catalogues(), layouts(), layouts(), st.integers(0, 3))
+@given(catalogues(), numbered(), numbered(), st.integers(0, 3))
 def test_a_tight_order_holds_its_bound_or_names_a_budget_that_does(catalogue, before, after, more):
     old, new = sides(catalogue, before, after)
     stored = storage(catalogue, old, new)
@@ -192,11 +191,11 @@ def test_a_tight_order_holds_its_bound_or_names_a_budget_that_does(catalogue, be
 
 
 @few
-@given(catalogues(), layouts())
+@given(catalogues(), numbered())
 def test_storage_is_the_boxes_and_pads_parameters_to_the_largest_shard(catalogue, where):
     own = declared(catalogue, where, LAYERS)
     stored = storage(catalogue, own, own)
-    for rank in range(where.world_size):
+    for rank in where.ranks:
         total = 0
         for tensor in catalogue:
             box = own.box(tensor, rank)
@@ -204,7 +203,7 @@ def test_storage_is_the_boxes_and_pads_parameters_to_the_largest_shard(catalogue
                 continue
             group = [
                 other
-                for peer in range(where.world_size)
+                for peer in where.ranks
                 if all(
                     where.index(axis, peer) == where.index(axis, rank)
                     for axis in ("pp", *(("ep", "etp") if "experts" in tensor.name else ("tp",)))

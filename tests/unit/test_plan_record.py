@@ -52,6 +52,32 @@ def test_a_plan_over_all_axes_is_derived_again_from_its_record():
     assert anew.verdict(whole).ok
 
 
+def test_a_crossing_is_derived_again_in_the_texts_of_its_worlds():
+    layouts = parse_layout("fsdp2.tp2.order_0_2_1_3"), parse_layout("tp2.fsdp2.order_1_0_2_3")
+    planned = change_of_model(PRESETS["tiny"], layouts, members=(0, 5, 3, 4), mode="tight")
+    assert planned.layouts == ("fsdp2.tp2.order_0_2_1_3", "tp2.fsdp2.order_1_0_2_3")
+    whole = planned.whole()
+    assert planned.verdict(whole).ok
+    summary = planned.summary(whole)
+    record = planned.record(whole, summary)
+    again = PlanRecord.from_json(record.to_json())
+    assert again == record
+    assert again.members == (0, 5, 3, 4)
+    anew = change_of_record(again)
+    assert anew.record(whole, anew.summary(whole)) == record
+    assert anew.record(anew.whole(), summary).plan_hash == record.plan_hash
+    # 1 and 2 leave: nothing comes in; 4 and 5 come: nothing goes out.
+    assert [rank for rank, size in enumerate(summary.bytes_in) if not size and not summary.relaid[rank]] == [1, 2]
+    assert [rank for rank, size in enumerate(summary.bytes_out) if not size][-2:] == [4, 5]
+
+
+@pytest.mark.parametrize("members", [[0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 5], [0, 1, 2, 10**12], [0, 1, 2, -1]])
+def test_members_that_cannot_be_are_refused(members):
+    found = json.loads(recorded().to_json()) | {"members": members}
+    with pytest.raises(PlanRecordError, match="members"):
+        PlanRecord.from_object(found)
+
+
 def damaged(record, key):
     found = json.loads(record.to_json())
     match key:
@@ -65,6 +91,8 @@ def damaged(record, key):
             found["tensors"][3]["tensor"]["shape"][0] += 1
         case "adoptable":
             found["tensors"][1]["adoptable"] = not found["tensors"][1]["adoptable"]
+        case "members":
+            found["members"] = [0, 1, 3, 2]
         case "to":
             found["to"] = "fsdp2.tp2.order_0_2_1_3"
     return json.dumps(found)
@@ -76,7 +104,7 @@ def test_a_sound_record_passes_the_check(tmp_path):
     assert check_file(path).problems == ()
 
 
-@pytest.mark.parametrize("key", ["plan_hash", "bytes", "peak_bytes", "tensors", "adoptable", "to"])
+@pytest.mark.parametrize("key", ["plan_hash", "bytes", "peak_bytes", "tensors", "adoptable", "members", "to"])
 def test_every_change_of_a_record_is_found(tmp_path, key):
     path = tmp_path / "plan.json"
     path.write_text(damaged(recorded(), key))
@@ -84,7 +112,7 @@ def test_every_change_of_a_record_is_found(tmp_path, key):
 
 
 def test_another_schema_and_other_texts_are_refused():
-    later = dataclasses.replace(recorded(), schema=4).to_json()
-    for text, said in ((later, "schema 4"), ("{}", "not a plan record"), ("[1]", "not a plan record"), ("", "not a")):
+    later = dataclasses.replace(recorded(), schema=5).to_json()
+    for text, said in ((later, "schema 5"), ("{}", "not a plan record"), ("[1]", "not a plan record"), ("", "not a")):
         with pytest.raises(PlanRecordError, match=said):
             PlanRecord.from_json(text)

@@ -21,9 +21,12 @@ def head(change: Change, model: str) -> tuple[str, ...]:
     parameters = sum(tensor.numel for tensor in change.catalogue)
     state = sum(tensor.nbytes(one) for tensor in change.catalogue for one in tensor.states)
     old, new = change.layouts
-    ranks = f"{change.old.layout.world_size} -> {change.new.layout.world_size} ranks"
+    before, after = change.old.layout.world_size, change.new.layout.world_size
+    leave, come = set(range(before)) - {*change.new.layout.ranks}, set(change.new.layout.ranks) - {*range(before)}
+    told = [f"ranks that {what}: {_listed(who)}" for what, who in (("leave", leave), ("come", come)) if who]
     return (
-        f"{old} -> {new}  ({ranks}, mode {change.mode})",
+        f"{old} -> {new}  ({before} -> {after} ranks, mode {change.mode})",
+        *told,
         f"{model}: {parameters:,} parameters, {size(state)} of state in {len(change.catalogue)} tensors",
         "",
     )
@@ -91,6 +94,7 @@ def plan_record(record: PlanRecord, change: Change) -> dict[str, object]:
         "from": record.from_,
         "to": record.to,
         "mode": record.mode,
+        "members": record.members,
         "world": {"old": change.old.layout.world_size, "new": change.new.layout.world_size},
         "plan_hash": record.plan_hash,
         "rounds": record.rounds,
@@ -108,6 +112,12 @@ def _lines(change: Change, moves: Iterable[Move], count: int) -> Iterator[str]:
         yield f"  {tensor.name} {_bounds(move.box)} {states}: {where} to {move.dst}, {size(_bytes(change, move))}"
     if count > SHOWN_MOVES:
         yield f"  ... and {count - SHOWN_MOVES} more; --json prints all"
+
+
+def _listed(ranks: set[int]) -> str:
+    if len(ranks) > SHOWN_RANKS:
+        return f"{min(ranks)} .. {max(ranks)} ({len(ranks)})"
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def _bounds(box: Box) -> str:

@@ -14,7 +14,7 @@ from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import print_layout
 from dynatrain.plan.build import Adoptable, rank_plan, whole_plan
 from dynatrain.plan.plan import RankPlan, Schedule
-from dynatrain.plan.record import PlanRecord, record_of
+from dynatrain.plan.record import PlanRecord, own_layout, record_of
 from dynatrain.plan.schedule import ROUND_BYTES, STAGING_BYTES, default_budget, keep_schedule, tight_schedule
 from dynatrain.plan.storage import Storage, alike, storage
 from dynatrain.plan.summary import PlanSummary, summarise
@@ -41,6 +41,7 @@ class Change:
         catalogue: the tensors.
         old: the ownership before.
         new: the ownership after.
+        members: of a crossing: those over which the layout of ``new`` is; empty where both have the same ranks.
         mode: ``keep`` or ``tight``.
         budget_bytes: bytes above ``max(old, new)`` that a rank may hold in ``tight``, staging included; 0 in ``keep``.
         round_bytes: bytes of whole tensors that travel in one round of ``keep``.
@@ -53,6 +54,7 @@ class Change:
     catalogue: Catalogue
     old: Ownership
     new: Ownership
+    members: tuple[int, ...]
     mode: str
     budget_bytes: int
     round_bytes: int
@@ -64,7 +66,7 @@ class Change:
     @property
     def layouts(self) -> tuple[str, str]:
         """The texts of both layouts."""
-        return print_layout(self.old.layout), print_layout(self.new.layout)
+        return print_layout(self.old.layout), print_layout(own_layout(self.new.layout, self.members))
 
     def part(self, rank: int) -> RankPlan:
         """What one rank does."""
@@ -106,6 +108,7 @@ class Change:
             self.new,
             plan,
             summary,
+            members=self.members,
             budget_bytes=self.budget_bytes,
             round_bytes=self.round_bytes,
             ranks_per_node=self.ranks_per_node,
@@ -118,6 +121,7 @@ def change(
     old: Ownership,
     new: Ownership,
     *,
+    members: tuple[int, ...] = (),
     mode: str,
     budget_bytes: int = 0,
     round_bytes: int = ROUND_BYTES,
@@ -130,6 +134,7 @@ def change(
         tensors: the catalogue.
         old: the ownership before.
         new: the ownership after.
+        members: of a crossing: those over which the layout of ``new`` is.
         mode: ``keep`` or ``tight``.
         budget_bytes: for ``tight``; 0 for the planner's own choice.
         round_bytes: for ``keep``: bytes of whole tensors that travel in one round.
@@ -146,6 +151,7 @@ def change(
         catalogue=tensors,
         old=old,
         new=new,
+        members=members,
         mode=mode,
         budget_bytes=budget,
         round_bytes=round_bytes,
@@ -160,6 +166,7 @@ def change_of_model(
     shape: DecoderShape,
     layouts: tuple[Layout, Layout],
     *,
+    members: tuple[int, ...] = (),
     mode: str,
     dtype: str = "float32",
     optimizer: str = "adamw",
@@ -167,6 +174,9 @@ def change_of_model(
     ranks_per_node: int | None = None,
 ) -> Change:
     """As :func:`change`, for a model whose parameters are of ``dtype``, with the state of one of our optimizers.
+
+    Of a crossing, ``members[rank]`` is the holder that each rank of the new layout is; where they are empty, rank r is
+    holder r before and after.
 
     Raises:
         MistakeError: a layout is not legal for the model; with everything that is wrong.
@@ -176,8 +186,16 @@ def change_of_model(
         raise MistakeError(f"--ranks-per-node is {ranks_per_node}; at least 1.")
     all_of(*(lambda layout=layout: check(layout, shape.limits()) for layout in layouts))
     tensors, layers = catalogue(shape, dtype, optimizer), shape.num_hidden_layers
-    old, new = (declared(tensors, resolve(layout, layers), layers) for layout in layouts)
-    return change(tensors, old, new, mode=mode, budget_bytes=budget_bytes, ranks_per_node=ranks_per_node)
+    before, after = (resolve(layout, layers) for layout in layouts)
+    return change(
+        tensors,
+        declared(tensors, before, layers),
+        declared(tensors, after.over(members or after.ranks), layers),
+        members=members,
+        mode=mode,
+        budget_bytes=budget_bytes,
+        ranks_per_node=ranks_per_node,
+    )
 
 
 def change_of_record(record: PlanRecord) -> Change:
@@ -191,6 +209,7 @@ def change_of_record(record: PlanRecord) -> Change:
         record.catalogue,
         old,
         new,
+        members=record.members,
         mode=record.mode,
         budget_bytes=record.budget_bytes,
         round_bytes=record.round_bytes,

@@ -1,4 +1,4 @@
-"""Who leaves, who comes, and where, when a world is to have another size. Pure."""
+"""Who leaves, who comes, and where, when a world is to have other members. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,13 @@ class NextWorld:
     """The members of a world to come.
 
     Attributes:
-        new: members by rank.
-        newcomers: the node of each member that is to come.
+        new: members by new rank.
+        leavers: old members that are not among them, by old rank.
+        newcomers: the node of each member that is to come, by number.
     """
 
     new: tuple[int, ...]
+    leavers: tuple[int, ...]
     newcomers: Mapping[int, int]
 
 
@@ -32,35 +34,47 @@ def next_world(
 ) -> NextWorld:
     """The world of ``size`` members that follows.
 
-    Those named leave, then the highest ranks. Stayers keep their order; newcomers come behind those of their node, so
-    that the ranks of one node are neighbours, on the node with the fewest members that has room.
+    Those that are named leave, then the highest ranks. Stayers keep their order, so that rank 0 stays rank 0 unless it
+    leaves, and each newcomer comes behind the members of its node, so that the ranks of one node remain neighbours. It
+    goes where the fewest members are, of equal nodes to the first. Nodes need not have equally many.
 
     Args:
-        world: members by rank.
+        world: members by rank; those of one node are neighbours.
         nodes: the node of each.
         size: how many there are to be.
         leave: members that are to leave.
-        free: free places of each node.
-        first: number of the first newcomer.
+        free: free places of each node, which a leaver's place is not yet.
+        first: number of the first newcomer; the next one has the next number.
 
     Raises:
-        MembershipError: nobody would stay, or there are too few places.
+        MembershipError: nobody would be left, somebody is no member, nobody would stay, or places are too few; all that
+            is wrong at once.
     """
-    stayers = [member for member in world if member not in leave][:size]
-    if not stayers:
-        raise MembershipError(f"all {len(world)} ranks would leave; at least one stays and hands the state on")
+    stayers = [member for member in world if member not in leave][: max(size, 0)]
     short = size - len(stayers) - sum(free.values())
-    if short > 0:
-        raise MembershipError(f"{size} ranks need {short} more places than are free; nearest: {size - short} ranks")
-    there = {
-        node: [member for member in stayers if nodes[member] == node]
-        for node in (*dict.fromkeys(nodes[m] for m in stayers), *sorted(free))
-    }
-    newcomers: dict[int, int] = {}
-    room = dict(free)
+    problems = []
+    if size < 1:
+        problems.append(f"a world of {size} ranks; at least 1")
+    if strangers := sorted({*leave} - {*world}):
+        problems.append(f"members {strangers} are not in the world; it has {sorted(world)}")
+    if size > 0 and not stayers:
+        problems.append(f"all {len(world)} ranks would leave; at least one stays, to hand the state on")
+    if stayers and short > 0:
+        problems.append(f"{size} ranks need {short} more places than are free; nearest: {size - short} ranks")
+    if problems:
+        raise MembershipError("; ".join(problems))
+    there: dict[int, list[int]] = {}
+    for member in stayers:
+        there.setdefault(nodes[member], []).append(member)
+    there |= {node: [] for node in sorted(free) if node not in there}
+    room, newcomers = dict(free), {}
     for member in range(first, first + size - len(stayers)):
         node = min((node for node in room if room[node]), key=lambda node: (len(there[node]), node))
         room[node] -= 1
         there[node].append(member)
         newcomers[member] = node
-    return NextWorld(new=tuple(member for members in there.values() for member in members), newcomers=newcomers)
+    return NextWorld(
+        new=tuple(member for group in there.values() for member in group),
+        leavers=tuple(member for member in world if member not in stayers),
+        newcomers=newcomers,
+    )

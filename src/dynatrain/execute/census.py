@@ -186,7 +186,7 @@ def _walk(
 
 
 def _grid(tensor: Tensor, state: State, ownership: Ownership) -> _Grid:
-    held = {rank: ownership.state_box(tensor, state, rank) for rank in range(ownership.layout.world_size)}
+    held = {rank: ownership.state_box(tensor, state, rank) for rank in ownership.layout.ranks}
     boxes = {rank: box for rank, box in held.items() if box is not None and all(start < stop for start, stop in box)}
     cells = tuple(sorted(set(boxes.values())))
     return _Grid(

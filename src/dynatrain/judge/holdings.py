@@ -55,7 +55,7 @@ class Holdings:
 
 
 def holdings(catalogue: Catalogue, ownership: Ownership, ranks: int) -> Holdings:
-    """The pieces of ranks 0 .. ``ranks`` - 1; ranks outside the layout's world hold nothing."""
+    """The pieces of ranks 0 .. ``ranks`` - 1; those that the layout does not name hold nothing."""
     dims = max((len(tensor.shape) for tensor in catalogue), default=0)
     kinds: dict[tuple[object, ...], int] = {}
     pieces: list[tuple[Ints, Ints, Ints, Flags]] = []
@@ -88,14 +88,14 @@ def _pieces(
     )
     uncut = replace(placement, cuts=tuple(cut for cut in placement.cuts if cut != gathered))
     group = Ownership(ownership.layout, {tensor.name: uncut})
-    for rank in range(min(ranks, ownership.layout.world_size)):
-        box = ownership.box(tensor, rank)
-        if box is None:
+    for rank in range(ranks):
+        box, number = ownership.box(tensor, rank), ownership.layout.number(rank)
+        if box is None or number is None:
             continue
         held[rank] = True
         for dim, (start, stop) in enumerate(state.box(box, tensor.shape)):
             low[rank, dim], high[rank, dim], room[rank, dim] = start, stop, stop - start
-        if not state.scalar and (span := placement.span(ownership.layout, ownership.layout.number(rank))):
+        if not state.scalar and (span := placement.span(ownership.layout, number)):
             room[rank, 0] = span[2]
         if gathered is not None and state.like_tensor:
             # An fsdp group gathers equal chunks: each is what its largest member needs.

@@ -17,7 +17,7 @@ from dynatrain.judge.verdict import Verdict, shown
 from dynatrain.plan.padding import Padded, fsdp_pads
 from dynatrain.plan.plan import RankPlan, Schedule
 from dynatrain.plan.table import MoveTable, WholePlan, table
-from dynatrain.space.ownership import Ownership
+from dynatrain.space.ownership import Ownership, num_holders
 from dynatrain.space.tensor import Catalogue
 
 
@@ -68,11 +68,11 @@ def judge_all(
         catalogue: the tensors.
         old: the ownership that has the state.
         new: the ownership that needs it.
-        parts: one per rank of either world, by rank.
+        parts: one per rank of either world, by rank; of whoever is in neither, an empty one.
         budget_bytes: bytes above ``max(old, new)`` that a rank may hold; needed in ``tight``.
         padded: which states have padded storage.
     """
-    world = max(old.layout.world_size, new.layout.world_size)
+    world = num_holders(old, new)
     if (seen := [part.rank for part in parts]) != list(range(world)):
         return Verdict(problems=(f"parts of ranks {seen} were given; one of each of 0 .. {world - 1} is needed",))
     if unplaced := _unplaced(catalogue, old, new):
@@ -103,8 +103,7 @@ def judge_whole(
     """
     if unplaced := _unplaced(catalogue, old, new):
         return Verdict(problems=unplaced)
-    world = max(old.layout.world_size, new.layout.world_size)
-    case = _Case(catalogue, (old, new), np.arange(world), budget_bytes, padded)
+    case = _Case(catalogue, (old, new), np.arange(num_holders(old, new)), budget_bytes, padded)
     groups = plan.moves.groups
     states = [(i, state) for i, group in enumerate(plan.adopted_group.tolist()) for state in groups[group]]
     row, state = np.array(states, np.int64).reshape(-1, 2).T
@@ -123,7 +122,7 @@ class _Case:
         padded: Padded,
     ) -> None:
         self.catalogue = catalogue
-        self.world = max(side.layout.world_size for side in sides)
+        self.world = num_holders(*sides)
         self.old, self.new = (holdings(catalogue, side, self.world) for side in sides)
         self.ranks = ranks
         self.budget_bytes = budget_bytes

@@ -14,8 +14,8 @@ So a cut, its copies and its groups follow from strides and ways alone, for any 
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
@@ -74,7 +74,8 @@ class Layout:
         sp: sequence parallel on the tp axis.
         ep: ways in which experts are dealt out.
         etp: ways in which each expert's matrices are cut.
-        order: ``order[i]`` is the rank at place ``i`` of the row-major walk over ``axes``; empty for the identity.
+        order: ``order[i]`` is the rank at place ``i`` of the row-major walk over ``axes``; empty for the identity. Of
+            a layout that :meth:`over` has made, the holder at that place: then numbers may be missing.
     """
 
     axes: Axes = ()
@@ -92,6 +93,24 @@ class Layout:
     def world_size(self) -> int:
         """Number of ranks."""
         return math.prod(size for _, size in self.axes)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Who has a place, ascending: the ranks, or of a layout that :meth:`over` has made the holders."""
+        return sorted(self.order) if self.order else range(self.world_size)
+
+    def over(self, members: Sequence[int] | Mapping[int, int]) -> "Layout":
+        """The layout with every rank called by its number among the holders of a crossing; a value for plans alone.
+
+        Two worlds with other members are planned for in one numbering of everybody. Text has no spelling for it, and no
+        configuration takes it.
+
+        Args:
+            members: ``members[rank]`` is the number of that rank; each once, not necessarily ascending. The way back
+                is the mapping from numbers to ranks.
+        """
+        order = tuple(members[rank] for rank in self.order or range(self.world_size))
+        return replace(self, order=() if order == tuple(range(self.world_size)) else order)
 
     def size(self, axis: str) -> int:
         """Size of one axis of :data:`AXES` or :data:`EXPERT_AXES`; 1 where the layout does not name it."""
@@ -115,7 +134,7 @@ class Layout:
         return self.size("pp") * self.chunks
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where ``rank`` sits."""
+        """Where ``rank``, one of :attr:`ranks`, sits."""
         place = self.order.index(rank) if self.order else rank
         found: dict[str, int] = {}
         for name, size in reversed(self.axes):
@@ -129,9 +148,11 @@ class Layout:
             place = place * size + at.along(name)
         return self.order[place] if self.order else place
 
-    def number(self, rank: int) -> int:
-        """The number of ``rank``: what every axis is a digit of."""
-        place = self.order.index(rank) if self.order else rank
+    def number(self, rank: int) -> int | None:
+        """The number of ``rank``: what every axis is a digit of. None where ``rank`` is not one of :attr:`ranks`."""
+        place = _places(self.order).get(rank) if self.order else rank
+        if place is None or place >= self.world_size:
+            return None
         return sum(place // walk % size * stride for walk, size, stride in _strides(self.axes))
 
     def rank_of(self, number: int) -> int:
@@ -157,9 +178,11 @@ class Layout:
         return self.digit(axis)[1]
 
     def index(self, axis: str, rank: int) -> int:
-        """The index of ``rank`` along ``axis``, as :meth:`digit` takes it."""
+        """The index of ``rank``, one of :attr:`ranks`, along ``axis``, as :meth:`digit` takes it."""
         stride, ways = self.digit(axis)
-        return self.number(rank) // stride % ways
+        number = self.number(rank)
+        assert number is not None
+        return number // stride % ways
 
     def left_over(self, axes: Iterable[str]) -> tuple[Digit, ...]:
         """The digits of a stage's ranks that none of ``axes`` reads, outermost first: along them lie copies.
@@ -173,6 +196,12 @@ class Layout:
 def name_of(axis: str) -> str:
     """The name in a cut's axis, without the number of most ways."""
     return axis.rstrip("0123456789")
+
+
+@lru_cache(maxsize=64)
+def _places(order: tuple[int, ...]) -> dict[int, int]:
+    """The place of each rank."""
+    return {rank: place for place, rank in enumerate(order)}
 
 
 @lru_cache(maxsize=1024)

@@ -5,7 +5,7 @@ The new pieces are cut by the old grid, and each cut is fetched from the holder 
 sends from its own old piece; that both ends agree follows from their asking the same rule.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +38,7 @@ def rank_plan(
 ) -> RankPlan:
     """The part of ``rank``: sends, receives and relays in catalogue order, then by box, then by peer.
 
-    The two layouts may have different world sizes: ``rank`` counts in both, and holds nothing where it is not a member.
+    The two layouts may have different members: ``rank`` counts in both, and holds nothing where it is not one of them.
 
     Args:
         catalogue: the tensors, equal on every rank.
@@ -103,7 +103,7 @@ def whole_plan(
     groups: dict[tuple[int, ...], int] = {}
     parts = []
     for family in families(catalogue, old, new, ranks_per_node=ranks_per_node):
-        rows = _rows(family, new.layout.world_size, dims)
+        rows = _rows(family, new.layout.ranks, dims)
         tensor = np.array([item.tensor for item in family.items], np.int64)
         group = np.array([groups.setdefault(item.states, len(groups)) for item in family.items], np.int64)
         free = rows.kept[:, None] & np.array([adoptable(item.tensor) for item in family.items], np.bool_)
@@ -139,8 +139,8 @@ class _Rows:
     kept: npt.NDArray[np.bool_]
 
 
-def _rows(family: Family, world: int, dims: int) -> _Rows:
-    cuts = [(rank, cut) for rank in range(world) for cut in family.incoming(rank)]
+def _rows(family: Family, ranks: Sequence[int], dims: int) -> _Rows:
+    cuts = [(rank, cut) for rank in ranks for cut in family.incoming(rank)]
     low, high = np.zeros((len(cuts), dims), np.int64), np.ones((len(cuts), dims), np.int64)
     if cuts and cuts[0][1].box:
         bounds = np.array([cut.box for _, cut in cuts], np.int64)

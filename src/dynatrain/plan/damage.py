@@ -43,6 +43,7 @@ _RECORD: Rule = {
     "schema": count,
     "from": text,
     "to": text,
+    "members": [count],
     "mode": text,
     "budget_bytes": count,
     "round_bytes": count,
@@ -82,6 +83,7 @@ def damage(record: object) -> tuple[str, ...]:
             layouts[side] = parse_layout(record[name])
         except LayoutError as error:
             problems += (f"{name} is {error}",)
+    problems = problems or tuple(_of_members(record["members"], layouts["old"].world_size, layouts["new"].world_size))
     if problems:
         return problems
     return (*_of_whole(record, layouts), *(p for one in record["tensors"] for p in _of_tensor(one, layouts)))
@@ -90,7 +92,8 @@ def damage(record: object) -> tuple[str, ...]:
 def _of_whole(record: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Iterator[str]:
     if problem := mode_problem(record["mode"], DECIDED):
         yield problem
-    tensors, ranks = record["tensors"], max(layout.world_size for layout in layouts.values())
+    tensors = record["tensors"]
+    ranks = max(*(layout.world_size for layout in layouts.values()), *(holder + 1 for holder in record["members"]))
     granules = sum(len(one["tensor"]["states"]) for one in tensors)
     if not tensors:
         yield "the plan has no tensors"
@@ -102,6 +105,16 @@ def _of_whole(record: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Itera
         yield f"tensors {twice} appear twice; each appears once"
     if sum(map(_bytes, tensors)) * ranks > _MOST_BYTES:
         yield f"the tensors have more bytes than {ranks} ranks can hold"
+
+
+def _of_members(members: Sequence[int], old: int, new: int) -> Iterator[str]:
+    """Members that are not each rank of the new layout once, newcomers numbered from the old ranks on."""
+    newcomers = sorted(holder for holder in members if holder >= old)
+    if members and (len(members) != new or len({*members}) != new or newcomers != [*range(old, old + len(newcomers))]):
+        yield (
+            f"members are {members}; each of the {new} ranks of the new layout is one of 0 .. {old - 1}, the old "
+            f"ranks, or a newcomer; newcomers are {old}, {old + 1}, ..."
+        )
 
 
 def _bytes(one: Mapping[str, Any]) -> int:

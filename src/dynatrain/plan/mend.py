@@ -23,7 +23,7 @@ def mend_plan(
     for (index, at), copy in unequal:
         tensor, state = catalogue[index], catalogue[index].states[at]
         owners = {}
-        for holder in range(ownership.layout.world_size):
+        for holder in ownership.layout.ranks:
             box = ownership.state_box(tensor, state, holder)
             if box is not None and volume(box):
                 owners[ownership.copy_index(tensor, holder, state), box] = holder

@@ -13,23 +13,23 @@ class Mesh:
 
     Attributes:
         layout: itself.
-        size: number of ranks.
         stage_size: ranks of one pipeline stage.
         ranks: the rank of each number.
-        numbers: the number of each rank.
+        numbers: the number of each rank up to the largest; -1 for those between that the layout does not name.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.size = layout.world_size
         self.stage_size = layout.digit("pp")[0]
-        self.ranks: Sequence[int] = range(self.size)
-        self.numbers: Sequence[int] = range(self.size)
+        self.ranks: Sequence[int] = range(layout.world_size)
+        self.numbers: Sequence[int] = self.ranks
         named = [axis for axis, _ in layout.axes]
         usual = sorted(named, key=AXES.index)
         if named != usual or layout.order:
             ranks = _ranks(layout, [named.index(axis) for axis in usual])
-            self.ranks, self.numbers = ranks.tolist(), np.argsort(ranks).tolist()
+            numbers = np.full(ranks.max() + 1, -1)
+            numbers[ranks] = np.arange(len(ranks))
+            self.ranks, self.numbers = ranks.tolist(), numbers.tolist()
 
 
 def _ranks(layout: Layout, usual: list[int]) -> Ints:

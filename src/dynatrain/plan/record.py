@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from dynatrain.layout.layout import Layout
 from dynatrain.layout.text import parse_layout, print_layout
 from dynatrain.observe.fields import shown
 from dynatrain.plan.build import Adoptable
@@ -20,7 +21,7 @@ from dynatrain.plan.table import WholePlan
 from dynatrain.space.ownership import Ownership, Placement
 from dynatrain.space.tensor import Catalogue, State, Tensor
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the record; a reader refuses others."""
 
 
@@ -61,6 +62,8 @@ class PlanRecord:
         schema: :data:`SCHEMA`.
         from_: the old layout's text.
         to: the new layout's text.
+        members: of a crossing: the holder that each rank of ``to`` is. The ranks of ``from`` are holders 0, 1, ..., and
+            newcomers follow them. Empty where rank r is the same before and after.
         mode: ``keep`` or ``tight``.
         budget_bytes: bytes above ``max(old, new)`` that a rank may hold, staging included; 0 in ``keep``, which has no
             such bound.
@@ -69,7 +72,7 @@ class PlanRecord:
         plan_hash: as 16 hexadecimal digits.
         rounds: number of rounds.
         bytes: ``moved``, ``relaid`` and ``adopted``, over all ranks.
-        peak_bytes: predicted for each rank, pieces alone.
+        peak_bytes: predicted for each rank, or holder, pieces alone.
         floor_bytes: ``link`` and ``machine``, see :class:`~dynatrain.plan.summary.PlanSummary`.
         tensors: the catalogue, and how each of its tensors lies.
     """
@@ -77,6 +80,7 @@ class PlanRecord:
     schema: int = SCHEMA
     from_: str
     to: str
+    members: tuple[int, ...]
     mode: str
     budget_bytes: int
     round_bytes: int
@@ -94,14 +98,15 @@ class PlanRecord:
         return tuple(one.tensor for one in self.tensors)
 
     def ownerships(self) -> tuple[Ownership, Ownership]:
-        """Who owns what before and after.
+        """Who owns what before and after, of a crossing by holder.
 
         Raises:
             LayoutError: a layout's text was damaged.
         """
+        old, new = parse_layout(self.from_), parse_layout(self.to)
         return (
-            Ownership(parse_layout(self.from_), {one.tensor.name: one.old for one in self.tensors}),
-            Ownership(parse_layout(self.to), {one.tensor.name: one.new for one in self.tensors}),
+            Ownership(old, {one.tensor.name: one.old for one in self.tensors}),
+            Ownership(new.over(self.members or new.ranks), {one.tensor.name: one.new for one in self.tensors}),
         )
 
     def to_json(self) -> str:
@@ -135,9 +140,12 @@ class PlanRecord:
         if problems := damage(found):
             raise PlanRecordError("not a plan record", problems)
         assert isinstance(found, dict)
-        more = {name: value for name, value in found.items() if name not in {"from", "tensors", "peak_bytes"}}
+        more = {
+            name: value for name, value in found.items() if name not in {"from", "members", "tensors", "peak_bytes"}
+        }
         return cls(
             from_=found["from"],
+            members=tuple(found["members"]),
             tensors=tuple(map(_tensor, found["tensors"])),
             peak_bytes=tuple(found["peak_bytes"]),
             **more,
@@ -151,15 +159,20 @@ def record_of(
     plan: WholePlan,
     summary: PlanSummary,
     *,
+    members: tuple[int, ...] = (),
     budget_bytes: int,
     round_bytes: int = ROUND_BYTES,
     ranks_per_node: int | None,
     adoptable: Adoptable,
 ) -> PlanRecord:
-    """The record of ``plan``, which takes ``old`` to ``new``; arguments as the planner was given them."""
+    """The record of ``plan``, which takes ``old`` to ``new``.
+
+    Arguments as the planner was given them; ``members`` are those over which the layout of ``new`` is.
+    """
     return PlanRecord(
         from_=print_layout(old.layout),
-        to=print_layout(new.layout),
+        to=print_layout(own_layout(new.layout, members)),
+        members=members,
         mode=summary.mode,
         budget_bytes=budget_bytes,
         round_bytes=round_bytes,
@@ -179,6 +192,11 @@ def record_of(
             for index, tensor in enumerate(catalogue)
         ),
     )
+
+
+def own_layout(layout: Layout, members: tuple[int, ...]) -> Layout:
+    """The layout in its own ranks, of one that is over ``members``; itself where these are empty."""
+    return layout.over({holder: rank for rank, holder in enumerate(members)}) if members else layout
 
 
 def _tensor(found: Mapping[str, Any]) -> RecordedTensor:

@@ -51,9 +51,9 @@ class Grid:
 
     def cell_of(self, rank: int) -> Cell | None:
         """The cell that ``rank`` holds (perhaps of no elements); None outside the tensor's stages and the world."""
-        if rank >= self._mesh.size:
+        if rank >= len(self._mesh.numbers):
             return None
-        number = self._mesh.numbers[rank]
+        number = self._mesh.numbers[rank]  # of nobody -1, which is in no stage
         if number // self._mesh.stage_size not in self._stages:
             return None
         return tuple([number // stride % ways for stride, ways in self._digits])

@@ -9,7 +9,7 @@ from dynatrain.plan.build import Adoptable, always
 from dynatrain.plan.mesh import Mesh
 from dynatrain.plan.padding import GATHERED, Padded, fsdp_pads
 from dynatrain.plan.table import Ints
-from dynatrain.space.ownership import Ownership, Placement
+from dynatrain.space.ownership import Ownership, Placement, num_holders
 from dynatrain.space.tensor import ITEMSIZE, Catalogue
 
 
@@ -36,13 +36,14 @@ class Pieces:
 
 
 class PieceTable:
-    """Pieces of all ranks under one ownership, computed once per (shape, placement)."""
+    """Pieces of ranks 0 .. ``ranks`` - 1 under one ownership, computed once per (shape, placement)."""
 
     def __init__(self, ownership: Ownership, ranks: int) -> None:
         self._layout = ownership.layout
         self._ranks = ranks
-        self._numbers = np.zeros(ranks, np.int64)
-        self._numbers[: self._layout.world_size] = Mesh(self._layout).numbers
+        numbers = Mesh(self._layout).numbers
+        self._numbers = np.full(ranks, -1, np.int64)
+        self._numbers[: len(numbers)] = numbers
         self._found: dict[tuple[tuple[int, ...], Placement], Pieces] = {}
 
     def pieces(self, shape: tuple[int, ...], placement: Placement) -> Pieces:
@@ -68,8 +69,7 @@ class PieceTable:
             room[:, dim] = size if axis in GATHERED else high[:, dim] - first
         if placement.spans:
             low[:, 0], high[:, 0], room[:, 0] = np.array(placement.spans, np.int64)[at].T
-        held = np.isin(self._numbers // self._layout.digit("pp")[0], placement.stages)
-        held[self._layout.world_size :] = False
+        held = np.isin(self._numbers // self._layout.digit("pp")[0], placement.stages)  # of nobody -1: in no stage
         return Pieces(low=low, high=high, room=room, held=held)
 
 
@@ -150,7 +150,7 @@ def storage(
         padded: which states have padded storage.
         adoptable: the veto that the builder is given.
     """
-    ranks = max(old.layout.world_size, new.layout.world_size)
+    ranks = num_holders(old, new)
     before, after = PieceTable(old, ranks), PieceTable(new, ranks)
     kinds: dict[tuple[object, ...], int] = {}
     columns: list[tuple[Ints, Ints, Ints]] = []
@@ -191,7 +191,7 @@ def _column(old: Pieces, new: Pieces, itemsize: int, padded: bool, may_adopt: bo
 
 def alike(catalogue: Catalogue, old: Ownership, new: Ownership, *, padded: Padded = fsdp_pads) -> Adoptable:
     """The veto on adoption that padding asks for: equal boxes of a tensor must have equally many padded rows."""
-    ranks = max(old.layout.world_size, new.layout.world_size)
+    ranks = num_holders(old, new)
     before, after = PieceTable(old, ranks), PieceTable(new, ranks)
 
     def same(index: int) -> bool:

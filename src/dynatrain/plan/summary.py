@@ -12,7 +12,7 @@ from dynatrain.plan.sources import families
 from dynatrain.plan.storage import PieceTable, Storage
 from dynatrain.plan.table import Ints, MoveTable, WholePlan
 from dynatrain.space.box import volume
-from dynatrain.space.ownership import Ownership
+from dynatrain.space.ownership import Ownership, num_holders
 from dynatrain.space.tensor import ITEMSIZE, Catalogue
 
 PAIRS_UP_TO = 64
@@ -74,7 +74,7 @@ def summarise(
         storage: bytes of the same switch, for the peak.
         ranks_per_node: rank ``r`` writes on machine ``r // ranks_per_node``; None puts all ranks on one machine.
     """
-    ranks = max(old.layout.world_size, new.layout.world_size)
+    ranks = num_holders(old, new)
     moves, sizes = plan.moves, move_bytes(catalogue, plan.moves)
     away = moves.src != moves.dst
     bytes_in = _per_rank(moves.dst[away], sizes[away], ranks)
@@ -168,12 +168,11 @@ def _floor_link(catalogue: Catalogue, old: Ownership, new: Ownership) -> int:
     What a rank needs and does not hold must come in. What only one rank holds, that rank must send; what several hold
     goes out through them together, so that the busiest of them carries at least the mean.
     """
-    ranks = max(old.layout.world_size, new.layout.world_size)
     comes_in: Counter[int] = Counter()
     goes_out: Counter[tuple[int, ...]] = Counter()
     for family in families(catalogue, old, new):
         size = sum(ITEMSIZE[catalogue[i.tensor].states[state].dtype] for i in family.items for state in i.states)
-        for target in range(ranks):
+        for target in new.layout.ranks:
             for cut in family.incoming(target):
                 if cut.sources != (target,):
                     comes_in[target] += volume(cut.box) * size

@@ -54,6 +54,8 @@ class Placement:
 class Ownership:
     """All boxes of all ranks, as a rule.
 
+    Where it is one side of a crossing, ranks are holders, as :meth:`~dynatrain.layout.layout.Layout.over` numbers them.
+
     Attributes:
         layout: sizes, rank order.
         placements: by tensor name. A tensor that is absent is owned by nobody in this layout.
@@ -77,10 +79,13 @@ class Ownership:
         return None if box is None else state.box(box, tensor.shape)
 
     def box(self, tensor: Tensor, rank: int) -> Box | None:
-        """The box of ``tensor`` that ``rank`` owns: possibly empty, None where another stage holds the tensor."""
+        """The box of ``tensor`` that ``rank`` owns: possibly empty; None where others hold the tensor.
+
+        These are the ranks of its stages, and nobody else: a holder that the layout does not name has no box.
+        """
         placement = self.placements[tensor.name]
         layout, number = self.layout, self.layout.number(rank)
-        if number // layout.digit("pp")[0] not in placement.stages:
+        if number is None or number // layout.digit("pp")[0] not in placement.stages:
             return None
         box = list(whole(tensor.shape))
         for axis, dim in placement.cuts:
@@ -98,16 +103,22 @@ class Ownership:
         return math.prod(ways for _, ways in left_over) * len(placement.stages)
 
     def copy_index(self, tensor: Tensor, rank: int, state: State | None = None) -> int:
-        """Which of the ``copies`` the piece of ``rank`` belongs to, in 0 .. copies - 1.
+        """Which of the ``copies`` the piece of ``rank``, which has one, belongs to, in 0 .. copies - 1.
 
         The ranks of one index together hold each element exactly once.
         """
         placement = self.placed(tensor, state)
         number = self.layout.number(rank)
+        assert number is not None
         index = placement.stages.index(number // self.layout.digit("pp")[0])
         for stride, ways in self.layout.left_over(axis for axis, _ in placement.cuts):
             index = index * ways + number // stride % ways
         return index
+
+
+def num_holders(*sides: Ownership) -> int:
+    """One more than the largest rank, or holder, of any side: the size of whatever is counted by rank."""
+    return max(side.layout.ranks[-1] for side in sides) + 1
 
 
 def declared(catalogue: Catalogue, layout: Layout, num_layers: int) -> Ownership:

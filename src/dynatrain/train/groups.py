@@ -264,5 +264,6 @@ def axis_members(layout: Layout, axis: str, rank: int) -> list[int]:
 def _members(layout: Layout, digit: Digit, rank: int) -> list[int]:
     stride, ways = digit
     number = layout.number(rank)
+    assert number is not None
     first = number - number // stride % ways * stride
     return [layout.rank_of(first + i * stride) for i in range(ways)]
