@@ -9,12 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dynatrain.cluster.interrupts import Interrupts
-from dynatrain.cluster.place import Device, place_from, share
+from dynatrain.cluster.place import Device, PlaceError, place_from, share
 from dynatrain.cluster.spawner import Spawner
 from dynatrain.observe.requests import Inbox
-from dynatrain.observe.run import RunFolder
+from dynatrain.observe.run import AgentMark, RunFolder
 
 LIVENESS_SECONDS = 30.0
+LEAVE_SECONDS = 10.0
+TORCHRUN_SECONDS = 30.0
+"""torchrun's ``shutdown_timeout``: from the signal that it passes on to SIGKILL."""
+Resize = Callable[[str, int, str], str]
+"""``(present layout, size, named layout or "") -> layout``; see :class:`~dynatrain.cluster.meeting.Job`."""
 
 
 def announce_on_stderr(line: str) -> None:
@@ -31,6 +36,9 @@ def run_agent(
     *,
     liveness_seconds: float = LIVENESS_SECONDS,
     grace_seconds: float = 0.0,
+    leave_seconds: float = LEAVE_SECONDS,
+    layout: str = "",
+    resize: Resize | None = None,
     announce: Callable[[str], None] = announce_on_stderr,
 ) -> int:
     """Start this node's ranks, watch them to their end, and leave no process behind. For the main thread.
@@ -46,6 +54,9 @@ def run_agent(
         device: ``auto``, ``cpu`` or ``cuda``.
         liveness_seconds: a rank without a sign of life for longer is lost.
         grace_seconds: time after SIGTERM in which ranks may still save.
+        leave_seconds: time for ranks that have left the world to end by themselves; then they are killed.
+        layout: of the ranks, as text.
+        resize: see :class:`~dynatrain.cluster.meeting.Job`; None where ranks do not come and go.
         announce: takes lines for people.
 
     Returns:
@@ -60,14 +71,19 @@ def run_agent(
     # would hold up each connection for 10 s; the answer is for torch's log only, and so may well be missing.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     place = place_from(os.environ)
-    share(world_size, place)
-    mark = None
-    if place.node == 0:
-        mark = run.claim()
-        Inbox(run.requests).close("asked before this agent began; no agent was there to take it")
+    if place.node == 0:  # whose number of ranks counts
+        share(world_size, place)
+    if place.nodes > 1 and grace_seconds > TORCHRUN_SECONDS:
+        announce(
+            f"save.grace_seconds = {grace_seconds:g}, but torchrun kills what is left {TORCHRUN_SECONDS:g} s after "
+            f"SIGTERM. Nearest: {TORCHRUN_SECONDS:g}."
+        )
+    mark = run.claim() if place.node == 0 else None
     code = 1
     log = run.logs / "forkserver.log" if place.node == 0 else Path(os.devnull)
     try:
+        if mark is not None:
+            Inbox(run.requests).close("asked before this agent began; no agent was there to take it")
         with Interrupts() as interrupts, Spawner(entry, log) as spawner:
             from dynatrain.cluster.agent import drive  # noqa: PLC0415 - torch, imported while the server does the same
             from dynatrain.cluster.meeting import Job  # noqa: PLC0415 - the same
@@ -77,9 +93,12 @@ def run_agent(
                 attempt=mark.attempt if mark is not None else 0,
                 place=place,
                 world_size=world_size,
+                layout=layout,
+                resize=resize or _no_other_size,
                 device=device,
                 liveness_seconds=liveness_seconds,
                 grace_seconds=grace_seconds,
+                leave_seconds=leave_seconds,
                 announce=announce,
             )
             code = drive(job, spawner, interrupts)
@@ -88,6 +107,18 @@ def run_agent(
         raise
     finally:
         if mark is not None:
-            Inbox(run.requests).close(f"the run has ended with code {code}")
-            run.release(mark, code)
+            _close(run, mark, code, announce)
     return code
+
+
+def _close(run: RunFolder, mark: AgentMark, code: int, announce: Callable[[str], None]) -> None:
+    """Leave nobody waiting. A full disk keeps none of the run's processes, and no exit code either."""
+    try:
+        Inbox(run.requests).close(f"the run has ended with code {code}")
+        run.release(mark, code)
+    except OSError as error:
+        announce(f"That the run has ended with code {code} could not be written to {run.path}: {error.strerror}")
+
+
+def _no_other_size(_layout: str, _size: int, _named: str) -> str:
+    raise PlaceError("this run cannot change its size: whoever started it named no way to choose a layout")

@@ -115,12 +115,17 @@ def _rank_order(layout: Layout) -> list[str]:
     return names
 
 
-def _distance(layout: Layout, near: Layout) -> tuple[int, Fraction, int, str]:
-    ratios = [Fraction(near.size(axis), max(layout.size(axis), 1)) for axis in (*AXES, *EXPERT_AXES)]
+def changes(layout: Layout, near: Layout) -> tuple[int, int]:
+    """Axes of another size, and options that differ."""
     options = ("sp", "zero", "stages", "chunks", "schedule", "cp_method", "order")
     return (
-        sum(ratio != 1 for ratio in ratios),
-        math.prod((max(ratio, 1 / ratio) for ratio in ratios), start=Fraction(1)),
+        sum(max(layout.size(axis), 1) != near.size(axis) for axis in (*AXES, *EXPERT_AXES)),
         sum(getattr(layout, option) != getattr(near, option) for option in options),
-        print_layout(near),
     )
+
+
+def _distance(layout: Layout, near: Layout) -> tuple[int, Fraction, int, str]:
+    ratios = [Fraction(near.size(axis), max(layout.size(axis), 1)) for axis in (*AXES, *EXPERT_AXES)]
+    far = math.prod((max(ratio, 1 / ratio) for ratio in ratios), start=Fraction(1))
+    axes, options = changes(layout, near)
+    return axes, far, options, print_layout(near)

@@ -1,14 +1,19 @@
 """What happened, one JSON object a line, for people and programs.
 
 Every line has ``time`` (seconds since 1970), ``kind``, ``generation`` (of the world), ``attempt`` (of the run: 0 for
-its first agent) and the fields of its kind. The kinds of ``events.jsonl``:
+its first agent) and the fields of its kind. ``member`` is a rank's number in the run, never used again; ``rank`` its
+place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
 
 ==================  =========================================================================================
 ``agent_started``   ``pid, node, nodes, host, world_size, device, backend, realtime, note``
 ``ranks_started``   ``ranks, pids, seconds {server, fork}``: start to ready, then to all local ranks forked
-``rank_stopped``    ``rank, pid, signal``: halted by a signal, for example SIGSTOP; not an end yet
-``rank_continued``  ``rank, pid``
-``rank_ended``      ``rank, pid, code, signal, by_agent, error, step, phase, switch``: each end, also a good one
+``rank_stopped``    ``rank, member, pid, signal``: halted by a signal, for example SIGSTOP; not an end yet
+``rank_continued``  ``rank, member, pid``
+``rank_ended``      ``rank, member, pid, code, signal, by_agent, error, step, phase, switch``: each end, also a good one
+``crossing``        ``id, world, stage, members, newcomers, leavers, layout, reason``: the way to the world of that
+                    number, a line for each stage: ``coming``, ``asked``, then ``done`` or ``undone``
+``newcomer``        ``rank, member, pid``: forked for a world to come
+``overdue``         ``member, pid, seconds``: a leaver that had not ended in time and was killed
 ``request``         ``id, verb, arguments, by``: taken from the run folder
 ``answer``          ``id, outcome, message, switch``
 ``signal``          ``signal, node``: the agent was asked to end
@@ -40,6 +45,9 @@ KINDS = frozenset(
         "signal",
         "run_failed",
         "agent_ended",
+        "crossing",
+        "newcomer",
+        "overdue",
         "save",
         "load",
         "switch",
@@ -65,6 +73,10 @@ class Log:
         size = os.fstat(self._handle).st_size
         if size and os.pread(self._handle, 1, size - 1) != b"\n":
             os.write(self._handle, b"\n")  # a writer was killed within its line: ours must not be glued to it
+
+    def enter(self, generation: int) -> None:
+        """From here on lines are of another world."""
+        self._stamp["generation"] = generation
 
     def write(self, kind: str, **fields: object) -> None:
         """Append one line.
