@@ -88,8 +88,7 @@ class Recorder:
             self._board.leave(self._open[0])
         self._counting, self._open = "", None
         self._board, self._rank, self._generation = board, rank, generation
-        self._log.close()
-        self._log = Log(self._folder.events, generation=generation, attempt=self._attempt)
+        self._log.enter(generation)
 
     def announced(self, order: Order, step: int) -> None:
         """A switch or a stop was agreed on."""
