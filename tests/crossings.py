@@ -1,7 +1,10 @@
 """A run whose members come and go, without an agent: forked processes, each told what an agent would tell it."""
 
 import contextlib
+import hashlib
 import json
+import os
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +17,7 @@ from tests.ledgers import registered_groups
 from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
 from dynatrain.cluster.worlds import Worlds
 from dynatrain.train.announcement import NotAdmittedError
+from dynatrain.train.record import Recorder
 from dynatrain.train.torch_private import local_tensor
 from dynatrain.train.trainer import Trainer
 
@@ -62,10 +66,26 @@ class Ema:
 
 
 class Books(jobs.Books):
-    """Also of other worlds."""
+    """Keeps what became of every switch; and, in a run folder, the real books, too."""
 
-    def enter(self, board, rank, generation):
-        pass
+    def __init__(self, folder, worlds):
+        super().__init__()
+        self.real = folder and Recorder(
+            folder, worlds.board(), rank=worlds.rank, generation=worlds.generation, attempt=0, rates=None
+        )
+
+    def enter(self, *where):
+        if self.real:
+            self.real.enter(*where)
+
+    def step_ended(self, now):
+        if self.real:
+            self.real.step_ended(now)
+
+    def ended(self, *what):
+        super().ended(*what)
+        if self.real:
+            self.real.ended(*what)
 
 
 def worlds_of(world, stops, member):
@@ -85,29 +105,30 @@ def worlds_of(world, stops, member):
 
 
 class Member:
-    """One process of the tour, and what it saw."""
+    """One process of the tour, and what it saw: at every step, state by state, how far it is from the oracle."""
 
-    def __init__(self, world, case, stops, visits, **more):
+    def __init__(self, world, case, stops, visits, folder=None, **more):
         take_realtime(RANK_PRIORITY)
-        self.stops, self.visits = stops, visits
+        self.member, self.store, self.stops, self.visits = world.rank, world.store, stops, visits
         self.worlds = worlds_of(world, stops, world.rank)
         if not self.worlds.joins:
             store = dist.PrefixStore("default", world.store)
             dist.init_process_group(
                 "gloo", store=store, rank=world.rank, world_size=len(stops[0].members), timeout=timedelta(seconds=60)
             )
-        self.job, self.data, self.books = case.job(), Asking(case.data()), Books()
+        self.job, self.data = case.job(), Asking(case.data())
+        self.books = Books(folder, self.worlds)
         given = {"board": None, "store": None, "worlds": self.worlds, "recorder": self.books, "deadline": 15.0}
         self.sw = jobs.switcher(self.job, world, stops[self.worlds.generation].layout, **given | more)
         self.ema = self.sw.register("ema", Ema(self.sw))
-        self.found = {"steps": [], "apart": [], "generations": [], "answers": []}
+        self.found = {"steps": [], "apart": [], "bits": [], "generations": [], "books": []}
         self.in_world, self.seen_generation, self.asked = 0, self.sw.generation, {self.sw.generation}
 
     def run(self):
         """Train to the end of the tour, or of this member's part in it."""
         with contextlib.suppress(DoneError):
             Trainer(self.job, self.data, self.sw, self.after).run(len(self.visits))
-        return self.found | {"left": self.sw.left, "switches": self.books.switches, "groups": registered_groups()}
+        return self.found | {"left": self.sw.left, "switches": self.books.switches}
 
     def after(self, result):
         self.ema.follow()
@@ -117,38 +138,56 @@ class Member:
         step = (result.step, result.loss, result.grad_norm, result.lr, result.ids.tolist(), self.data.take())
         self.found["steps"].append(step)
         self.found["generations"].append(self.sw.generation)
+        self.found["bits"].append(bits(self.sw.world))
         self.found["apart"].append(distance(self.sw.world, self.sw.rank, self.visits[result.step]))
-        if self.in_world >= STEPS_EACH:
-            self.go_on()
+        self.go_on()
 
     def go_on(self):
         """Ask for the next world, as an agent would, where there is one."""
+        if self.in_world < STEPS_EACH:
+            return
+        if self.in_world == STEPS_EACH:
+            self.found["books"].append(self.ledger())
         coming = self.sw.generation + 1
         if coming == len(self.stops):
             raise DoneError
-        if self.sw.rank == 0 and coming not in self.asked:
-            self.asked.add(coming)
-            self.ask(coming)
-        attempt = self.sw._course._attempt
-        if attempt is not None:
-            self.wait_for(attempt)
+        self.ask(coming)
 
-    def wait_for(self, attempt):
-        """Until the next world is prepared, here and by the newcomers."""
-        end = time.monotonic() + PATIENCE
-        attempt.join(PATIENCE)
-        while time.monotonic() < end and not attempt.problem and attempt.way.cold():
-            time.sleep(0.01)
+    def ledger(self):
+        """What must not grow from world to world."""
+        return {
+            "groups": registered_groups(),
+            "threads": threading.active_count(),
+            "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
+            "keys": self.store.num_keys(),
+            "held": self.sw._party.memory.held,
+        }
 
     def ask(self, generation):
-        stop = self.stops[generation]
-        arguments = {"layout": stop.layout, "members": stop.members, "generation": generation, "mode": stop.mode}
-        self.worlds.requests.publish(json.dumps({"verb": "scale", "by": "test", "arguments": arguments}))
+        """One word of rank 0; then all wait until the next world is prepared, here and by the newcomers."""
+        if self.sw.rank == 0 and generation not in self.asked:
+            stop = self.stops[generation]
+            arguments = {"layout": stop.layout, "members": stop.members, "generation": generation, "mode": stop.mode}
+            self.worlds.requests.publish(json.dumps({"verb": "scale", "by": "test", "arguments": arguments}))
+        self.asked.add(generation)
+        if (attempt := self.sw._course._attempt) is not None:
+            end = time.monotonic() + PATIENCE
+            attempt.join(PATIENCE)
+            while time.monotonic() < end and not attempt.problem and attempt.way.cold():
+                time.sleep(0.01)
+
+
+def bits(world):
+    """A hash of everything that this rank holds."""
+    found = hashlib.sha256()
+    for key, value in sorted(world.values().items()):
+        found.update(repr(key).encode() + bytes(memoryview(value.detach().contiguous().view(-1).clone().numpy())))
+    return found.hexdigest()
 
 
 def case_of(steps, **more):
     """A run of at most so many steps, the oracle's state known after each."""
-    return Case(tour=("",) * steps, steps_each=1, **{"micro_batches": 8, "samples": 84} | more)
+    return Case(tour=("",) * steps, steps_each=1, **{"micro_batches": 4, "samples": 84} | more)
 
 
 def expected(case):
@@ -164,7 +203,7 @@ def expected(case):
     return losses, visits
 
 
-def travel(case, stops, visits, seconds=90, member=Member, **more):
+def travel(case, stops, visits, seconds=90, member=Member, size=0, **more):
     """The tour on forked processes, one for each member; what each saw."""
 
     def work(world):
@@ -173,5 +212,4 @@ def travel(case, stops, visits, seconds=90, member=Member, **more):
         except NotAdmittedError as refused:
             return {"refused": str(refused)}
 
-    size = 1 + max(max(stop.members) for stop in stops)
-    return ranks.run(size, work, seconds)
+    return ranks.run(size or 1 + max(max(stop.members) for stop in stops), work, seconds)
