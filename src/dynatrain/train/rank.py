@@ -87,7 +87,7 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
     with Log(context.folder.metrics, generation=context.generation, attempt=context.attempt) as log:
 
         def after_step(result: StepResult) -> None:
-            progress.step(result.step)
+            progress.step(result.step, print_layout(switcher.layout))
             if context.rank == 0:
                 log.write(
                     "step",
@@ -169,10 +169,11 @@ class _Progress:
         self._step = 0
         self._phase = "train"
         self._switch = 0
+        self._layout = ""
 
-    def step(self, step: int) -> None:
-        """A step has ended."""
-        self._step = step
+    def step(self, step: int, layout: str) -> None:
+        """A step has ended, in that layout."""
+        self._step, self._layout = step, layout
         self._tell()
 
     def event(self, event: str, _round: int, switch: int) -> None:
@@ -184,7 +185,7 @@ class _Progress:
         self._tell()
 
     def _tell(self) -> None:
-        self._seat.heart.at(step=self._step, phase=self._phase, switch=self._switch)
+        self._seat.heart.at(step=self._step, phase=self._phase, switch=self._switch, layout=self._layout)
 
 
 def job_of(checked: CheckedRun) -> Job:
