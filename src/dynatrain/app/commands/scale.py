@@ -1,5 +1,6 @@
 """``dynatrain scale RUN N``."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import tyro
@@ -65,7 +66,7 @@ def scale(
     return ask_for_members(folder, wanted, timeout, json=json)
 
 
-def ask_for_members(folder: RunFolder, arguments: dict[str, object], timeout: float, *, json: bool) -> int:
+def ask_for_members(folder: RunFolder, arguments: Mapping[str, object], timeout: float, *, json: bool) -> int:
     """Ask for other members and say what became of it; the exit code."""
     request, answer = ask(folder, "scale", arguments, timeout)
     record = certificate_for(folder, request)
