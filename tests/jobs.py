@@ -115,12 +115,14 @@ class Case:
         return Samples(tokens=tokens.astype(np.uint16), sequence=TOKENS)
 
 
-def expected(case, *, tree=True):
-    """Each step's loss, and ``{(tensor, state): value}`` at the end of each visit, by the oracle."""
-    data, dtype = case.data(), str(master_dtype(case.compute)).removeprefix("torch.")
-    tensors = catalogue(case.shape, dtype, optimizer="")
-    kinds = {tensor.name: tensor.states[0].name for tensor in tensors}
-    start = {
+def tensors_of(case):
+    """The model's tensors, by the torch-free half."""
+    return catalogue(case.shape, str(master_dtype(case.compute)).removeprefix("torch."), optimizer="")
+
+
+def start_of(case):
+    """The values that the run begins with."""
+    return {
         tensor.name: initial_box(
             case.seed,
             tensor.name,
@@ -129,8 +131,14 @@ def expected(case, *, tree=True):
             rule=initial_rule(tensor.name, case.shape),
             dtype=getattr(torch, tensor.states[0].dtype),
         )
-        for tensor in tensors
+        for tensor in tensors_of(case)
     }
+
+
+def expected(case, *, tree=True):
+    """Each step's loss, and ``{(tensor, state): value}`` at the end of each visit, by the oracle."""
+    data, start = case.data(), start_of(case)
+    kinds = {tensor.name: tensor.states[0].name for tensor in tensors_of(case)}
 
     def batch(step):
         ids = batch_ids(case.seed, step, case.micro_batches, case.samples)
@@ -195,7 +203,7 @@ def switcher(job, world, layout, **more):
     """A ``Switcher`` of ``job``."""
     given = {"state": {"schedule": job.scheduler}, "initial": job.initial, "names": canonical_name}
     # Our own build knows every axis.
-    given["legal"] = lambda text: resolve(parse_layout(text), job.shape.num_hidden_layers)
+    given["legal"] = lambda text, _: resolve(parse_layout(text), job.shape.num_hidden_layers)
     return Switcher(job.build, layout=layout, **given | meeting(world) | more)
 
 

@@ -67,7 +67,7 @@ CASES = {
 def read(world):
     """Of each case: placements of all tensors, shapes of this rank's shards, and elements of their storage."""
     groups = GroupPool(
-        dist.PrefixStore("groups", world.store), rank=world.rank, generation=0, backend="gloo", timeout_seconds=60
+        dist.PrefixStore("groups", world.store), rank=world.rank, world="g0", backend="gloo", timeout_seconds=60
     )
     found = {}
     for case, (shape, layout) in CASES.items():

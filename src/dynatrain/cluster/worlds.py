@@ -24,6 +24,18 @@ def crossing_board(run: Store, generation: int, holders: int) -> Board:
     return Board(PrefixStore(f"crossing/{generation}", run), holders)
 
 
+def forget_others(run: Store, *generations: int) -> None:
+    """Delete what stands on the boards of all worlds but these, and of the crossings into them.
+
+    A crossing's board is not cleared by those who use it: one of them may be dead, or look late.
+    """
+    kept = {f"{what}/{generation}" for what in ("world", "crossing") for generation in generations}
+    for key in run.list_keys():
+        what, _, rest = key.partition("/")
+        if what in {"world", "crossing"} and f"{what}/{rest.partition('/')[0]}" not in kept:
+            run.delete_key(key)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Worlds:
     """What a process needs to go from one world of its run to the next.

@@ -133,7 +133,7 @@ class Certificate:
         seconds: by phase.
         lost_seconds: None until enough steps in the new layout are known.
         floor_seconds: None without a probe.
-        peak_bytes: predicted and measured.
+        peak_bytes: predicted and measured; of a crossing (``scale``) by holder: the old ranks, then the newcomers.
         transport: what carried the moves (``gloo``, ``nccl``, ...).
         versions: of ``dynatrain``, ``python`` and ``torch`` at least.
         attempt: of the run: 0 for its first agent; a run that goes on begins where it was saved.
@@ -250,7 +250,8 @@ def _contradictions(record: Mapping[str, Any]) -> tuple[str, ...]:
         problems.append(f"replicas: more are unequal than were checked: {record['replicas']}")
     if record["replicas"]["mended"] > record["replicas"]["unequal"]:
         problems.append(f"replicas: more were mended than are unequal: {record['replicas']}")
-    world = max(record["world"].values())
+    # In a crossing peaks are by holder: old ranks, then newcomers.
+    world = (sum if record["cause"]["verb"] == "scale" else max)(record["world"].values())
     for place in ("device", "host"):
         strangers = [rank for rank in record["peak_bytes"][place] if not _is_rank(rank, world)]
         if strangers:

@@ -21,6 +21,7 @@ place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
 ``agent_ended``     ``exit, seconds``: nothing of the run is left on this node
 ``save``            ``step, outcome, message``: a checkpoint is complete, or could not be made
 ``load``            ``step, checkpoint, layout``: the run went on from there
+``not_admitted``    ``member, reason``: a newcomer whose crossing was given up; its process ends with code 0
 ``switch``          ``switch, phase, ...``: one line for each phase of a switch, then one with its outcome
 ==================  =========================================================================================
 
@@ -50,6 +51,7 @@ KINDS = frozenset(
         "overdue",
         "save",
         "load",
+        "not_admitted",
         "switch",
         "step",
         "validation",

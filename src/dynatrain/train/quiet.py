@@ -4,7 +4,7 @@ from dynatrain.execute.pieces import Pieces
 from dynatrain.layout.layout import Layout
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.gradients import take
-from dynatrain.train.install import check_carried, check_tensors, quiesce, refuse_pinned
+from dynatrain.train.install import check_carried, check_tensors, other_states, quiesce, refuse_pinned
 from dynatrain.train.party import Party
 from dynatrain.train.world import World
 
@@ -31,8 +31,7 @@ def stand_still(party: Party, world: World, target: Layout, *, inside: bool, giv
         take(party, world)
     quiesce(world)
     check_tensors(party, world)
-    now, planned = world.states(), {tensor.name: tensor.states for tensor in world.catalogue}
-    if changed := sorted(name for name, (entry, _) in world.where.items() if planned[name] != now[entry]):
+    if changed := other_states(world, world.catalogue):
         raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")
     pieces = world.pieces(party.rank, party.device)
     if gives_up:

@@ -82,6 +82,14 @@ class Recorder:
         self._counting = ""
         self._open: tuple[str, Certificate, int] | None = None
 
+    def enter(self, board: Board, rank: int, generation: int) -> None:
+        """Keep the books of another world; the lost seconds of the last switch stay unknown if they were."""
+        if self._open is not None and not self._counting:
+            self._board.leave(self._open[0])
+        self._counting, self._open = "", None
+        self._board, self._rank, self._generation = board, rank, generation
+        self._log.enter(generation)
+
     def announced(self, order: Order, step: int) -> None:
         """A switch or a stop was agreed on."""
         self._event(order, "announce", step=step, to=order.layout, verb=order.verb, by=order.by)
@@ -176,7 +184,8 @@ class Recorder:
             for rank, pieces in enumerate(blueprint.peak if blueprint else ())
         }
         on_device = attempt.party.device.type != "cpu"
-        world = attempt.party.world_size
+        crossing, size = attempt.way.crossing, attempt.party.world_size
+        world = World(old=len(crossing.old), new=len(crossing.new)) if crossing else World(old=size, new=size)
         return Certificate(
             run_id=self._folder.name,
             switch=number,
@@ -185,7 +194,7 @@ class Recorder:
             step=max(0, step - 1),
             from_=print_layout(attempt.old.layout),
             to=print_layout(attempt.target),
-            world=World(old=world, new=world),
+            world=world,
             cause=Cause(verb=order.verb, by=order.by, request_id=order.request_id),
             mode=blueprint.part.schedule.mode if blueprint else order.mode,
             outcome=outcome,

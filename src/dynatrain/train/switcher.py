@@ -26,13 +26,15 @@ import torch.distributed as dist
 from torch import nn
 
 from dynatrain.cluster.board import Board
+from dynatrain.cluster.worlds import Worlds
 from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
 from dynatrain.models.names import NameRule, strip_wrappers
+from dynatrain.train.arrival import arrive
 from dynatrain.train.blueprint import check_mode
 from dynatrain.train.copies import UnequalCopies, check_policy
 from dynatrain.train.course import Course
-from dynatrain.train.first import Initial, first_world, join
+from dynatrain.train.first import Initial, blank, first_world, join
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.install import survey
 from dynatrain.train.loading import Rename, load
@@ -71,8 +73,12 @@ class Switcher:
         inside: ``{step: micro-batches}``: of the scheduled switches those that come inside their step, behind so many.
         board: where ranks agree; made over the default group's store where it is None.
         store: for process groups; likewise.
+        worlds: in place of both, where a run's members come and go: dynatrain's agent tells it. In a newcomer the
+            constructor waits for the announcement of its crossing, makes the default group, and builds its world in the
+            layout to come; what ``initial`` would fill stays blank; the first :meth:`steps` takes part in the crossing.
         recorder: writes events and certificates; None writes nothing.
-        legal: reads a layout's text and refuses what the model does not allow; None checks the world size alone.
+        legal: ``legal(text, world_size)`` reads a layout's text for a world of so many ranks, and refuses what the
+            model does not allow; None checks the world size alone.
         device: where state lies; the CPU where it is None.
         memory: where its memory comes from; made where it is None.
         data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; with
@@ -85,6 +91,7 @@ class Switcher:
 
     Raises:
         LayoutError: the text is no layout, or not of this world size.
+        NotAdmittedError: of a newcomer: its crossing was given up.
         UnplacedTensorError, UnknownStateError, SegmentError: what could not be switched, all of it, by name.
         ValueError: there is no such mode, or policy.
     """
@@ -107,6 +114,7 @@ class Switcher:
         inside: Mapping[int, int] | None = None,
         board: Board | None = None,
         store: dist.Store | None = None,
+        worlds: Worlds | None = None,
         recorder: Recorder | None = None,
         legal: Read | None = None,
         data_parallel: DataParallel = "fixed",
@@ -120,18 +128,25 @@ class Switcher:
     ) -> None:
         check_mode(mode)
         check_policy(unequal_copies)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank, world_size = (worlds.rank, worlds.world_size) if worlds else (dist.get_rank(), dist.get_world_size())
+        generation = worlds.generation if worlds else 0
         device = device or torch.device("cpu")
         groups = GroupPool(
-            store or dist.PrefixStore("dynatrain/groups", default_store()),
+            worlds.groups if worlds else store or dist.PrefixStore("dynatrain/groups", default_store()),
             rank=rank,
-            generation=0,
+            world=f"g{generation}",
             backend="nccl" if device.type == "cuda" else "gloo",
             timeout_seconds=1800.0,
         )
+        if worlds:
+            board = worlds.board()
         self._party = Party(
             rank=rank,
             world_size=world_size,
+            member=worlds.member if worlds else rank,
+            members=tuple(range(world_size)),
+            generation=generation,
+            worlds=worlds,
             board=board or Board(dist.PrefixStore("dynatrain/board", default_store()), world_size),
             groups=groups,
             memory=memory or Pool(device),
@@ -148,14 +163,19 @@ class Switcher:
         self._recorder = recorder
         self._loads = 0
         self.step = 0
-        read = legal or whole_world(world_size)
+        read = legal or whole_world
+        arrival = self._arrival = arrive(self._party) if worlds and worlds.joins else None
+        made, first, fill = groups, layout, initial
+        if arrival:
+            made, first, fill = arrival.way.made, arrival.told.order.layout, initial and blank
         try:
-            world = first_world(self._party, read(layout), initial)
+            world = first_world(self._party, made, read(first, world_size), fill)
             self._read = served(same_meaning(read, world.layout, world.parts, data_parallel), lambda: self.world)
             for label, thing in (state or {}).items():
                 join(self._party, world, label, thing)
             self._saver = Saver(self._party, saves, (self._answer_saved, on_saved))
-            wishes = Wishes(self._party.board, schedule or {}, mode, self._saver.every, inside or {})
+            requests = worlds.requests if worlds else self._party.board
+            wishes = Wishes(requests, schedule or {}, mode, self._saver.every, inside or {})
             self._turns = Turns(self._party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
             self._course = Course(
                 self._party,
@@ -166,10 +186,14 @@ class Switcher:
                 recorder=recorder,
                 save_at_stop=save_at_stop,
             )
+            if arrival:
+                return  # what the job holds, the crossing tells
             for text in (layout, *(schedule or {}).values()):
-                self._read(text)
+                self._read(text, world_size)
             survey(self._party, world, "survey")
-        except Exception:
+        except Exception as error:
+            if arrival:
+                arrival.give_up(error)
             self.close()
             raise
         self._party.memory.hold(world.pieces(rank, device).values())
@@ -207,6 +231,21 @@ class Switcher:
         return self._course.stopped
 
     @property
+    def left(self) -> bool:
+        """Whether the run goes on without this rank, whose process is to end with code 0 and waits for nobody."""
+        return self._course.left
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the present world."""
+        return self._party.rank
+
+    @property
+    def generation(self) -> int:
+        """Number of the present world: one more at each change of members that was tried."""
+        return self._party.generation
+
+    @property
     def layout(self) -> Layout:
         """The present layout."""
         return self.world.layout
@@ -221,11 +260,18 @@ class Switcher:
     def steps(self, until: int) -> Iterator[int]:
         """Step numbers from the present one to ``until - 1``; requests are taken at each edge.
 
-        A step whose switch was aborted at its commit is given out a second time, in the old layout.
+        A step whose switch was aborted at its commit is given out a second time, in the old layout. A rank without
+        which the run goes on gets no more: see :attr:`left`.
+
+        Raises:
+            NotAdmittedError: of a newcomer: its crossing was given up.
         """
+        if self._arrival:
+            self.step = self._course.arrive(self._arrival.attempt(self.world, self.layout))
+            self._arrival = None
         while self.step < until:
             self._course.edge(self.step)
-            if self.stopped:
+            if self.stopped or self.left:
                 return
             began = time.perf_counter()
             yield self.step
@@ -269,6 +315,8 @@ class Switcher:
             UnknownStateError: it could not be carried to another layout, by name.
         """
         join(self._party, self.world, label, thing)
+        if self._arrival:
+            return self.world.objects[label]
         survey(self._party, self.world, f"survey/{label}")
         self._party.memory.hold(
             piece
@@ -291,7 +339,7 @@ class Switcher:
             LayoutError: this job cannot have it.
             ValueError: there is no such mode, or no such place.
         """
-        self._read(layout)
+        self._read(layout, self._party.world_size)
         check_mode(mode or "auto")
         if after < 0:
             raise ValueError(f"after = {after}: a number of micro-batches; 0 switches at the step's edge")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
@@ -45,6 +46,22 @@ class Wishes:
     def add_save(self, *, by: str) -> None:
         """The loop wishes to be saved."""
         self._asked.append(Order(layout="", verb="save", by=by))
+
+    def state(self) -> dict[str, Any]:
+        """What is in the queue, as plain values: for the rank 0 of another world."""
+        return {
+            "schedule": list(self._schedule.items()),
+            "next_save": self._next_save,
+            "asked": [asdict(order) for order in self._asked],
+            "interval": [asdict(order) for order in self._interval],
+            "seen": self._seen,
+        }
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`state` gave."""
+        self._schedule = dict(state["schedule"])
+        self._next_save, self._seen = state["next_save"], state["seen"]
+        self._asked, self._interval = ([Order.read(told) for told in state[of]] for of in ("asked", "interval"))
 
     def put_back(self, orders: list[Order]) -> None:
         """Orders that cannot begin yet: they come again at the next edge."""
@@ -94,6 +111,8 @@ class Wishes:
         arguments = record.get("arguments", {})
         return Order(
             layout=arguments.get("layout", ""),
+            members=tuple(arguments.get("members", ())),
+            generation=arguments.get("generation", -1),
             mode=arguments.get("mode", self._mode),
             verb=record["verb"],
             by=record.get("by", ""),
