@@ -1,11 +1,13 @@
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from dynatrain.cluster.board import Board
 from dynatrain.cluster.causes import first_cause, say_end
 from dynatrain.cluster.context import Report
-from dynatrain.cluster.meeting import Job, Meeting, contexts, first_world
+from dynatrain.cluster.interrupts import Interrupts
+from dynatrain.cluster.meeting import Job, Meeting, contexts, first_world, meet
 from dynatrain.cluster.place import Place, PlaceError, choose_device, place_from, share, wait_for_listener
 from dynatrain.cluster.store import host_store
 from dynatrain.observe.run import RunFolder
@@ -121,3 +123,30 @@ def test_the_first_cause_is_who_died_without_words_and_else_who_spoke_first() ->
         "was killed by SIGKILL",
         "ended with code 7",
     ]
+
+
+def test_all_agents_take_the_number_of_ranks_from_node_0(tmp_path) -> None:
+    store = host_store()
+    jobs = [
+        Job(
+            run=RunFolder(tmp_path),
+            attempt=node,
+            place=Place(node=node, nodes=2, host="127.0.0.1", port=store.port, nonce="s"),
+            world_size=size,
+            layout="",
+            resize=lambda *_: "",
+            device="cpu",
+            liveness_seconds=1.0,
+            grace_seconds=0.0,
+            leave_seconds=1.0,
+            announce=print,
+        )
+        for node, size in enumerate((8, 4))
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        met = list(pool.map(lambda job: meet(job, Interrupts()), jobs))
+    assert [(one.world_size, one.attempt) for one in met] == [(8, 0), (8, 0)]
+    members = [
+        [one.member for one in contexts(*both, first_world(*both), range(8))] for both in zip(jobs, met, strict=True)
+    ]
+    assert members == [[0, 1, 2, 3], [4, 5, 6, 7]]

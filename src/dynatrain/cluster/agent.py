@@ -12,7 +12,6 @@ from contextlib import suppress
 
 from torch.distributed import DistError
 
-from dynatrain.cluster.causes import SAVED, ended_badly, first_cause, names, say_end
 from dynatrain.cluster.context import RankContext, Report
 from dynatrain.cluster.desk import Desk
 from dynatrain.cluster.heart import Pulse
@@ -25,6 +24,7 @@ from dynatrain.cluster.peers import Peers, Status
 from dynatrain.cluster.ranks import Ranks
 from dynatrain.cluster.spawner import Spawner
 from dynatrain.cluster.summons import Summons
+from dynatrain.cluster.vitals import Vitals
 from dynatrain.observe.log import Log
 from dynatrain.observe.requests import Inbox, Request, new_id
 
@@ -33,8 +33,6 @@ TICK_SECONDS = 0.2
 START_SECONDS = 120.0  # for the fork server to import torch and the ranks' module
 STOP_SECONDS = 3.0  # for ranks to reach a step edge; with the next, all is gone within 5 s
 KILL_SECONDS = 0.7
-SETTLE_SECONDS = 0.3  # from the first bad end until the cause is named
-STACK_SECONDS = 0.4  # for ranks to print their stacks
 
 
 def drive(job: Job, spawner: Spawner, interrupts: Interrupts) -> int:
@@ -96,11 +94,18 @@ class Agent:
             leave_seconds=job.leave_seconds,
             world=tuple(range(meeting.world_size)),
         )
+        self._vitals = Vitals(
+            self._ranks,
+            self._pulse,
+            self._part,
+            self._peers,
+            patience=job.liveness_seconds,
+            pause=interrupts.wait,
+            logs=job.run.logs,
+        )
         self._next_tick = 0.0
         self._stop_code = 0  # 130 or 143 once the agent was asked to end
         self._stop_end = 0.0  # when ranks that were asked to stop are killed
-        self._first_bad = 0.0  # when the first rank failed, and when the first one ended well; 0 while none has
-        self._first_good = 0.0
         self._ending = False  # ranks that end now end by our hand
 
     def run(self) -> int:
@@ -171,28 +176,12 @@ class Agent:
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._tick()
-        self._check(now)
+        if failure := self._vitals.failure(now, stopping=bool(self._stop_code)):
+            raise RunFailedError(failure)
+        over = self._vitals.over()
         if self._stop_code:
-            over = self._over() or now > self._stop_end or len(self._interrupts.received) > 1
-            return (self._ended_with() or self._stop_code) if over else None
-        return self._ended_with() if self._over() else None
-
-    def _over(self) -> bool:
-        """Whether the run is over on this node; one that has no ranks at the moment waits for the others."""
-        members, summons = self._part.members, self._part.summons
-        undecided = summons is not None and summons.stage == "asked"
-        ended = not set(members) & set(self._ranks.living) and not undecided
-        return ended and (bool(members) or self._peers.any_done())
-
-    def _ended_with(self) -> int:
-        """:data:`SAVED` where the ranks say that they have stopped saved; else 0."""
-        if not self._part.members:
-            return self._peers.code
-        return SAVED if any(end.code == SAVED for end in self._ends()) else 0
-
-    def _ends(self) -> list[Report]:
-        """How members of the world have ended on this node."""
-        return [self._ranks.ends[member] for member in self._part.members if member in self._ranks.ends]
+            over = over or now > self._stop_end or len(self._interrupts.received) > 1
+        return (self._vitals.code() or self._stop_code) if over else None
 
     def _tick(self) -> None:
         """Everything that is looked at rather than reported."""
@@ -214,47 +203,6 @@ class Agent:
             self._desk.serve()
             self._lead.look(stopping=bool(self._stop_code))
         self._part.look(time.monotonic())
-
-    def _check(self, now: float) -> None:
-        """Find out whether the run cannot go on.
-
-        Raises:
-            RunFailedError: it cannot.
-        """
-        patience, bound = self._job.liveness_seconds, self._part.bound
-        living = [member for member in bound if member in self._ranks.living]
-        if trouble := self._peers.failure(patience):
-            raise RunFailedError(trouble)
-        if self._stop_code and self._peers.any_done():
-            return  # what ends now may end because another node has killed its ranks
-        if any(end.member in bound and ended_badly(end) for end in self._ends()):
-            self._first_bad = self._first_bad or now
-            if now - self._first_bad >= SETTLE_SECONDS or not living:
-                self._raise_cause()
-            return
-        if self._stop_code:
-            return
-        silent = [member for member in self._pulse.silent(patience) if member in living]
-        if silent:
-            self._ranks.print_stacks()
-            self._interrupts.wait(STACK_SECONDS)
-            said = "; ".join(f"{self._part.name(one)}, last seen in {self._pulse.last(one)}" for one in silent)
-            raise RunFailedError(
-                f"no sign of life for {patience:g} s from {said}. The stacks are in {self._job.run.logs}"
-            )
-        if len(living) < len(bound) or self._peers.any_done():
-            self._first_good = self._first_good or now
-            if living and now - self._first_good > patience:
-                late = names(map(self._part.world.index, living))
-                raise RunFailedError(f"{late} did not end within {patience:g} s of the others")
-        else:
-            self._first_good = 0.0
-
-    def _raise_cause(self) -> None:
-        """Name the first bad end; also a leaver's, which alone would not have mattered."""
-        cause = first_cause(filter(ended_badly, self._ends()))
-        where = self._pulse.last(cause.member)
-        raise RunFailedError(f"{self._part.name(cause.member)} {say_end(cause)}, in {where}")
 
     def _stop(self, number: int, node: int) -> None:
         """Ask all ranks to stop at their next step edge, and set the time at which they are killed."""
@@ -288,6 +236,7 @@ class Agent:
                 Interrupts.sleep(0.05, self._spawner)
         with suppress(DistError):
             self._desk.serve()  # what the ranks answered with their last breath
+            self._lead.end()
         left = [self._part.name(member) for member in self._ranks.living if member in self._ranks.pids]
         if not self._spawner.close(KILL_SECONDS) or left:
             self._job.announce(f"Not gone, and nothing more can be done: {', '.join(left) or 'the fork server'}.")

@@ -17,7 +17,7 @@ class RankContext:
         rank: number in the world in which it begins.
         local_rank: its place on this node, which a later member may have again.
         world_size: ranks in the world.
-        ranks_per_node: ranks of each node; None where all are on one.
+        ranks_per_node: ranks of each node in the first world; None where all are on one.
         store_host: where the store listens.
         store_port: its port.
         store_prefix: prefix of all keys of this run.

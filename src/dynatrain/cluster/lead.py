@@ -82,7 +82,7 @@ class Lead:
         named = str(wanted.get("layout", ""))
         ranks: list[int] = wanted.get("leave", [])
         try:
-            to = int(wanted.get("size") or (parse_layout(named).world_size if named else size - len(ranks)))
+            to = int(wanted.get("size") or (parse_layout(named).world_size if named else size - len(set(ranks))))
             if to != size or ranks:
                 self._request = request
                 self._enter(self._summons_to(to, named, ranks, str(wanted.get("mode", ""))))
@@ -143,11 +143,11 @@ class Lead:
         if following != summons:
             self._enter(following)
         elif is_over(summons, sight, self._job.leave_seconds):
-            self._settle(summons, sight)
+            self._settle(summons, stuck=sorted(set(summons.going) & set(sight.living)))
 
     def _sight(self, summons: Summons, *, stopping: bool) -> Sight:
         statuses = self._peers.everyone
-        absent = ()
+        absent: tuple[int, ...] = ()
         if summons.stage == "coming":
             absent = tuple(m for m in summons.coming if not read_beat(self._meeting.board, m).number)
         return Sight(
@@ -183,12 +183,21 @@ class Lead:
             reason=summons.reason,
         )
 
-    def _settle(self, summons: Summons, sight: Sight) -> None:
-        """Answer whoever asked; the next one may come."""
+    def end(self) -> None:
+        """The run has ended, within a crossing or not: leave nobody waiting for one."""
+        if self._summons is not None:
+            self._settle(self._summons)
+
+    def _settle(self, summons: Summons, stuck: Sequence[int] = ()) -> None:
+        """Answer whoever asked; the next one may come.
+
+        Args:
+            summons: as it has come out.
+            stuck: members that were killed and are not gone.
+        """
         heard = self._desk.heard(self._number) if self._number >= 0 else None
-        answer = heard or Answer(outcome="aborted", message=summons.reason)
-        if stuck := sorted(set(summons.going) & set(sight.living)):
-            message = f"{answer.message}; killed and not gone: members {stuck}"
-            answer = Answer(outcome=answer.outcome, message=message, switch=answer.switch)
+        answer = heard or Answer(outcome="aborted", message=summons.reason or "the run has ended")
+        if stuck:
+            answer = replace(answer, message=f"{answer.message}; killed and not gone: members {stuck}")
         self._desk.answer(self._request, answer)
         self._summons, self._number = None, -1

@@ -137,15 +137,15 @@ def contexts(
         world: members of their world, by rank.
         generation: of that world; 0 for the first, which nobody trains before.
     """
-    nodes = job.place.nodes
+    each = len(share(meeting.world_size, job.place))
     return [
         RankContext(
             member=one.member,
             rank=world.index(one.member),
             local_rank=one.slot,
             world_size=len(world),
-            # Where nodes have unequally many, about as many: it weighs links, and decides nothing else.
-            ranks_per_node=-(-len(world) // nodes) if nodes > 1 else None,
+            # The first world's, also where later ones have other numbers: plans follow it, so all must know one.
+            ranks_per_node=each if job.place.nodes > 1 else None,
             store_host=job.place.host,
             store_port=meeting.store.port,
             store_prefix=prefix(job.place.nonce),

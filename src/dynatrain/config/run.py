@@ -19,10 +19,18 @@ class Section(BaseModel):
 
 
 class World(Section):
-    """The processes that train."""
+    """The processes that train, and how many there may be."""
 
     size: Count | None = None
-    """Ranks; by default as many as the layout has."""
+    """Ranks at the start; by default as many as the layout has."""
+    min: Count = 1
+    """Fewest ranks that the run may be scaled to."""
+    max: Count | None = None
+    """Most ranks; by default as many as there are places."""
+    sizes: tuple[Count, ...] = ()
+    """The only numbers of ranks; empty for any."""
+    step: Count = 1
+    """What every number of ranks is a multiple of, for example the devices of a node."""
 
 
 class Model(Section):

@@ -15,6 +15,7 @@ from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.legality import check, nearest
 from dynatrain.layout.resolve import resolve
+from dynatrain.layout.sizes import Sizes
 from dynatrain.layout.text import parse_layout, print_layout, short_layout
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.space.hf_config import ModelError
@@ -61,7 +62,7 @@ def check_run(config: RunConfig) -> CheckedRun:
         ConfigError: with everything that is wrong, the rule and the nearest legal choice each.
     """
     problems = [*_batch_problems(config), *_schedule_problems(config), *_validation_problems(config)]
-    problems += _blocks_problems(config)
+    problems += [*_blocks_problems(config), *sizes_of(config).contradictions()]
     shape = _shape(config, problems)
     texts = {"layout": config.layout}
     texts |= {f"switch.{i}.layout": switch.layout for i, switch in enumerate(config.switch)}
@@ -71,6 +72,8 @@ def check_run(config: RunConfig) -> CheckedRun:
         problems += _data_problems(config, shape)
         for key, layout in parsed.items():
             problems += _layout_problems(key, layout, shape, config, world_size)
+    if not problems and world_size and (problem := sizes_of(config).problem(world_size)):
+        problems.append(f"world.size: {problem}")
     if problems or shape is None:
         raise ConfigError("the run cannot start as configured", tuple(problems))
     layouts = [resolve(layout, shape.num_hidden_layers) for layout in parsed.values()]
@@ -81,6 +84,12 @@ def check_run(config: RunConfig) -> CheckedRun:
         switches=tuple((switch.step, layout) for switch, layout in zip(config.switch, layouts[1:], strict=True)),
         num_microbatches=config.batch.global_sequences // config.batch.micro_sequences,
     )
+
+
+def sizes_of(config: RunConfig) -> Sizes:
+    """How many ranks a run may have."""
+    world = config.world
+    return Sizes(min=world.min, max=world.max, sizes=world.sizes, step=world.step)
 
 
 def _shape(config: RunConfig, problems: list[str]) -> DecoderShape | None:

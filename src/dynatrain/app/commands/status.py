@@ -6,7 +6,7 @@ from typing import Any
 from dynatrain.app.cli import Run, call
 from dynatrain.app.output import emit, say
 from dynatrain.app.progress import step_text, validation_text
-from dynatrain.app.runs import Progress, certificates, find_run
+from dynatrain.app.runs import Progress, RunWorld, certificates, find_run
 from dynatrain.observe.checkpoints import MANIFEST, CheckpointError, Manifest, newest
 from dynatrain.observe.run import AgentMark, RunFolder
 
@@ -34,6 +34,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
                 "run": str(folder.path),
                 "agent": mark.liveness() if mark else "none",
                 "exit": mark.exit if mark else None,
+                "world": RunWorld.of(folder).record,
                 "steps": progress.steps,
                 "last": last,
                 "age_seconds": age,
@@ -43,7 +44,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
             }
         )
         return 0
-    say(f"{folder.name}: {_state(mark)}")
+    say(f"{folder.name}: {_state(mark)}", f"  {RunWorld.of(folder).text}")
     if last:
         say(f"  {step_text(last, progress.steps)}  ({age:,.0f} s ago)")
     if progress.validation:

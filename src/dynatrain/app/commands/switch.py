@@ -5,17 +5,12 @@ from typing import Literal
 from dynatrain.app.ask import CODES, ask
 from dynatrain.app.cli import Run, Text, call
 from dynatrain.app.output import emit, say
-from dynatrain.app.plan_text import numbers, plan_record, rank_table
-from dynatrain.app.planned import change_of_model, timed
-from dynatrain.app.runs import Progress, certificate_for, config_of, find_run
+from dynatrain.app.plan_text import show
+from dynatrain.app.resize import change_of_run, legal
+from dynatrain.app.runs import RunWorld, certificate_for, config_of, find_run
 from dynatrain.app.switches import switch_lines
-from dynatrain.layout.foreign import read_layout
-from dynatrain.layout.layout import Layout
-from dynatrain.layout.legality import check
-from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import parse_layout, print_layout
-from dynatrain.observe.run import RunFolder
-from dynatrain.space.run_check import CheckedRun, check_run
+from dynatrain.space.run_check import check_run
 
 
 def run(words: list[str]) -> int:
@@ -48,9 +43,11 @@ def switch(
     """
     folder = find_run(run)
     run_now = check_run(config_of(folder))
-    new = _checked(layout, run_now)
+    world = RunWorld.of(folder)
+    new = legal(run_now, layout, world.size)
     if dry_run:
-        _dry_run(folder, run_now, new, "tight" if mode == "tight" else "keep", json=json)
+        change = change_of_run(run_now, parse_layout(world.layout), new, "tight" if mode == "tight" else "keep")
+        show(change, run_now.config.model.config, json=json)
         return 0
     arguments = {"layout": print_layout(new)} | ({} if mode == "configured" else {"mode": mode})
     request, answer = ask(folder, "switch", arguments, timeout)
@@ -61,38 +58,3 @@ def switch(
         say(f"{answer.outcome}{f': {answer.message}' if answer.message else ''}")
         say(*(switch_lines(record) if record else ()))
     return CODES[answer.outcome]
-
-
-def _checked(text: str, run: CheckedRun) -> Layout:
-    """The layout, legal for the run's model, world and batch."""
-    layout = read_layout(text)
-    check(
-        layout,
-        run.shape.limits(),
-        world_size=run.layout.world_size,
-        num_microbatches=run.num_microbatches,
-        sequence=run.config.data.sequence,
-    )
-    return resolve(layout, run.shape.num_hidden_layers)
-
-
-def _dry_run(folder: RunFolder, run: CheckedRun, new: Layout, mode: str, *, json: bool) -> None:
-    """What the switch would move and need, from the layout that the run is in by its last step."""
-    last = Progress.of(folder).last
-    old = parse_layout(last["layout"]) if last else run.layout
-    planned = change_of_model(
-        run.shape,
-        (old, new),
-        mode=mode,
-        dtype="float64" if run.config.precision.compute == "fp64" else "float32",
-        optimizer=run.config.optimizer.name,
-        budget_bytes=run.config.switching.budget_mib << 20,
-    )
-    whole, took = timed(planned.whole)
-    summary = planned.summary(whole)
-    record = planned.record(whole, summary)
-    if json:
-        emit(plan_record(record, planned))
-        return
-    rank_table(summary)
-    say(*numbers(planned, summary, record.plan_hash, took, None), "Nothing was asked of the run.")

@@ -1,0 +1,69 @@
+"""Which layout a run has in a world of another size: what ``scale`` shows, and what the agent carries out."""
+
+from dynatrain.app.planned import Change, change_of_model
+from dynatrain.layout.foreign import read_layout
+from dynatrain.layout.form import LayoutError
+from dynatrain.layout.layout import Layout
+from dynatrain.layout.legality import check
+from dynatrain.layout.resize import resized
+from dynatrain.layout.resolve import resolve
+from dynatrain.layout.text import parse_layout, print_layout
+from dynatrain.space.run_check import CheckedRun, sizes_of
+
+
+def layout_of_size(run: CheckedRun, present: str, size: int, named: str) -> str:
+    """The layout of ``size`` ranks that follows the present one: ``named``, or where that is empty the nearest.
+
+    Args:
+        run: whose.
+        present: layout, as text.
+        size: ranks that there are to be.
+        named: layout, as text; torchtitan's and Megatron's spellings count, too.
+
+    Raises:
+        LayoutError: the run may not have that size, or no such layout; with every rule and the nearest choices.
+    """
+    sizes, sequence = sizes_of(run.config), run.config.data.sequence
+    if named:
+        if problem := sizes.problem(size):
+            raise LayoutError(f"{size} ranks cannot be", (problem,))
+        return print_layout(legal(run, named, size))
+    found = resized(
+        parse_layout(present),
+        run.shape.limits(),
+        world_size=size,
+        num_microbatches=run.num_microbatches,
+        sequence=sequence,
+        sizes=sizes,
+        moved=lambda new: change_of_run(run, parse_layout(present), new, "keep").bytes_moved,
+    )
+    return print_layout(resolve(found, run.shape.num_hidden_layers))
+
+
+def legal(run: CheckedRun, text: str, size: int) -> Layout:
+    """A layout that the run can have in a world of ``size`` ranks, its pipeline split resolved.
+
+    Raises:
+        LayoutError: every rule that it breaks, and the nearest legal layouts.
+    """
+    layout = read_layout(text)
+    check(
+        layout,
+        run.shape.limits(),
+        world_size=size,
+        num_microbatches=run.num_microbatches,
+        sequence=run.config.data.sequence,
+    )
+    return resolve(layout, run.shape.num_hidden_layers)
+
+
+def change_of_run(run: CheckedRun, old: Layout, new: Layout, mode: str) -> Change:
+    """What a change of a run's layout moves and needs; stayers are the ranks that both worlds have."""
+    return change_of_model(
+        run.shape,
+        (old, new),
+        mode=mode,
+        dtype="float64" if run.config.precision.compute == "fp64" else "float32",
+        optimizer=run.config.optimizer.name,
+        budget_bytes=run.config.switching.budget_mib << 20,
+    )
