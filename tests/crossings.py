@@ -105,7 +105,7 @@ def worlds_of(world, stops, member):
 
 
 class Member:
-    """One process of the tour, and what it saw: at every step, state by state, how far it is from the oracle's visits."""
+    """One process of the tour, and what it saw: at every step, state by state, how far it is from the oracle."""
 
     def __init__(self, world, case, stops, visits, folder=None, **more):
         take_realtime(RANK_PRIORITY)
