@@ -40,7 +40,7 @@ from dynatrain.train.install import survey
 from dynatrain.train.loading import Rename, load
 from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
-from dynatrain.train.saver import Saved, Saver
+from dynatrain.train.saver import Saved, Saver, SavingError
 from dynatrain.train.saving import Saves
 from dynatrain.train.segments import Fused, Segments
 from dynatrain.train.targets import DataParallel, Read, same_meaning, served, whole_world
@@ -79,7 +79,7 @@ class Switcher:
         recorder: writes events and certificates; None writes nothing.
         legal: ``legal(text, world_size)`` reads a layout's text for a world of so many ranks, and refuses what the
             model does not allow; None checks the world size alone.
-        device: where state lies; the CPU where it is None.
+        device: where state lies; by default this process's CUDA device where the default group is NCCL's, else the CPU.
         memory: where its memory comes from; made where it is None.
         data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; with
             ``fixed``, a loop in which FSDP2 averages gradients keeps its number of data ranks.
@@ -130,7 +130,7 @@ class Switcher:
         check_policy(unequal_copies)
         rank, world_size = (worlds.rank, worlds.world_size) if worlds else (dist.get_rank(), dist.get_world_size())
         generation = worlds.generation if worlds else 0
-        device = device or torch.device("cpu")
+        device = device or _device_of(dist.get_backend() if dist.is_initialized() else "")
         groups = GroupPool(
             worlds.groups if worlds else store or dist.PrefixStore("dynatrain/groups", default_store()),
             rank=rank,
@@ -162,6 +162,7 @@ class Switcher:
         )
         self._recorder = recorder
         self._loads = 0
+        self._inside = False
         self.step = 0
         read = legal or whole_world
         arrival = self._arrival = arrive(self._party) if worlds and worlds.joins else None
@@ -273,10 +274,16 @@ class Switcher:
             self._course.edge(self.step)
             if self.stopped or self.left:
                 return
-            began = time.perf_counter()
-            yield self.step
-            self._party.note_step(time.perf_counter() - began)
+            began, self._inside = time.perf_counter(), True
+            try:
+                yield self.step
+            except GeneratorExit:  # the loop was left: behind its update the step is made
+                self.step += self._course.updated
+                raise
+            finally:
+                self._inside = False
             self.step += self._course.step_ended()
+            self._party.note_step(time.perf_counter() - began)
             if self._recorder:
                 self._recorder.step_ended(time.perf_counter())
 
@@ -337,24 +344,38 @@ class Switcher:
 
         Raises:
             LayoutError: this job cannot have it.
-            ValueError: there is no such mode, or no such place.
+            ValueError: there is no such mode, or no such place, or the step is not to come.
         """
         self._read(layout, self._party.world_size)
         check_mode(mode or "auto")
+        if 0 <= at <= self.step:
+            raise ValueError(f"at = {at}: step {self.step} is under way; nearest: {self.step + 1}, or -1 for soon")
         if after < 0:
             raise ValueError(f"after = {after}: a number of micro-batches; 0 switches at the step's edge")
         self._turns.ask(layout, mode=mode, at=at, after=after, by=by)
 
     def save(self, *, by: str = "program") -> None:
-        """Ask, from the loop, to be saved at the next step edge, beside training. All ranks may call."""
+        """Ask, from the loop, to be saved at the next step edge, beside training. All ranks may call.
+
+        Raises:
+            SavingError: the job has no place to be saved to.
+        """
+        self._saver.require()
         self._turns.ask_save(by=by)
 
     def save_now(self) -> str:
-        """Save, and return when it is done: at the end of the loop. All ranks call it, between two steps.
+        """Save, and return when it is done: behind the loop, also one that was left by ``break``. All ranks call it.
 
         Returns:
             What became of it, for people.
+
+        Raises:
+            SavingError: the job has no place to be saved to, or the loop is inside a step.
         """
+        self._saver.require()
+        if self._inside:
+            raise SavingError(f"step {self.step} is under way: save_now is for behind the loop; in it call save()")
+        self._course.leave()
         self._saver.finish()
         return self._saver.save_now(self.world, self.step)
 
@@ -385,6 +406,12 @@ class Switcher:
         """The last step that was saved; -1 where none was."""
         return self._saver.saved
 
+    @property
+    def unsaved(self) -> str:
+        """Why the present step could not be saved; empty where it was, or nobody tried."""
+        last = self._saver.last
+        return last.message if last and (last.step, last.outcome) == (self.step, "failed") else ""
+
     def _answer_saved(self, saved: Saved) -> None:
         if saved.order is not None:
             self._turns.answer(saved.order, saved.outcome, saved.message)
@@ -392,3 +419,7 @@ class Switcher:
     def close(self) -> None:
         """Destroy the process groups that this object made."""
         self._party.groups.close()
+
+
+def _device_of(backend: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
