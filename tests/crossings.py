@@ -174,9 +174,14 @@ class Member:
         self.asked.add(generation)
         if (attempt := self.sw._course._attempt) is not None:
             end = time.monotonic() + PATIENCE
-            attempt.join(PATIENCE)
-            while time.monotonic() < end and not attempt.problem and attempt.way.cold():
+            while time.monotonic() < end and not over(attempt, generation):
                 time.sleep(0.01)
+
+
+def over(attempt, generation):
+    """Whether nothing is gained by standing still: prepared here and by the newcomers, or given up somewhere."""
+    ready = attempt.prepared and (attempt.problem or not attempt.way.cold())
+    return ready or attempt.way.gate.go_edge(generation) is not None
 
 
 def bits(world):

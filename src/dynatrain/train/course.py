@@ -256,15 +256,16 @@ class Course:
             NotAdmittedError: the crossing was given up.
         """
         attempt.start()
-        attempt.join()
         way, board = attempt.way, attempt.party.board
         assert way.crossing is not None
-        generation = way.crossing.generation
-        if attempt.problem:
-            board.give_up(generation, attempt.problem)
-        else:
-            way.say_warm()
+        generation, told = way.crossing.generation, False
         while (go := board.go_edge(generation)) is None:
+            if attempt.prepared and not told:
+                told = True
+                if attempt.problem:
+                    board.give_up(generation, attempt.problem)
+                else:
+                    way.say_warm()
             time.sleep(_POLL_SECONDS)
         if go.edge < 0:
             attempt.give_up()

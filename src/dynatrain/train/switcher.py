@@ -35,16 +35,14 @@ from dynatrain.train.blueprint import check_mode
 from dynatrain.train.copies import UnequalCopies, check_policy
 from dynatrain.train.course import Course
 from dynatrain.train.first import Initial, blank, first_world, join
-from dynatrain.train.groups import GroupPool
 from dynatrain.train.install import survey
 from dynatrain.train.loading import Rename, load
-from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saved, Saver, SavingError
 from dynatrain.train.saving import Saves
 from dynatrain.train.segments import Fused, Segments
+from dynatrain.train.standing import standing
 from dynatrain.train.targets import DataParallel, Read, same_meaning, served, whole_world
-from dynatrain.train.torch_private import default_store
 from dynatrain.train.turns import Turns
 from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
@@ -128,32 +126,10 @@ class Switcher:
     ) -> None:
         check_mode(mode)
         check_policy(unequal_copies)
-        rank, world_size = (worlds.rank, worlds.world_size) if worlds else (dist.get_rank(), dist.get_world_size())
-        generation = worlds.generation if worlds else 0
-        device = device or _device_of(dist.get_backend() if dist.is_initialized() else "")
-        groups = GroupPool(
-            worlds.groups if worlds else store or dist.PrefixStore("dynatrain/groups", default_store()),
-            rank=rank,
-            world=f"g{generation}",
-            backend="nccl" if device.type == "cuda" else "gloo",
-            timeout_seconds=1800.0,
-        )
-        if worlds:
-            board = worlds.board()
-        self._party = Party(
-            rank=rank,
-            world_size=world_size,
-            member=worlds.member if worlds else rank,
-            members=tuple(range(world_size)),
-            generation=generation,
-            worlds=worlds,
-            board=board or Board(dist.PrefixStore("dynatrain/board", default_store()), world_size),
-            groups=groups,
-            memory=memory or Pool(device),
-            device=device,
+        self._party = party = standing(
+            *(worlds, board, store, device, memory),
             build=build,
             names=names,
-            factories={},
             segments=Segments(segments or {}, padded or {}),
             deadline=deadline,
             budget=budget,
@@ -165,21 +141,21 @@ class Switcher:
         self._inside = False
         self.step = 0
         read = legal or whole_world
-        arrival = self._arrival = arrive(self._party) if worlds and worlds.joins else None
-        made, first, fill = groups, layout, initial
+        arrival = self._arrival = arrive(party) if worlds and worlds.joins else None
+        made, first, fill = party.groups, layout, initial
         if arrival:
             made, first, fill = arrival.way.made, arrival.told.order.layout, initial and blank
         try:
-            world = first_world(self._party, made, read(first, world_size), fill)
+            world = first_world(party, made, read(first, party.world_size), fill)
             self._read = served(same_meaning(read, world.layout, world.parts, data_parallel), lambda: self.world)
             for label, thing in (state or {}).items():
-                join(self._party, world, label, thing)
-            self._saver = Saver(self._party, saves, (self._answer_saved, on_saved))
-            requests = worlds.requests if worlds else self._party.board
+                join(party, world, label, thing)
+            self._saver = Saver(party, saves, (self._answer_saved, on_saved))
+            requests = worlds.requests if worlds else party.board
             wishes = Wishes(requests, schedule or {}, mode, self._saver.every, inside or {})
-            self._turns = Turns(self._party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
+            self._turns = Turns(party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
             self._course = Course(
-                self._party,
+                party,
                 world,
                 turns=self._turns,
                 saver=self._saver,
@@ -190,14 +166,14 @@ class Switcher:
             if arrival:
                 return  # what the job holds, the crossing tells
             for text in (layout, *(schedule or {}).values()):
-                self._read(text, world_size)
-            survey(self._party, world, "survey")
+                self._read(text, party.world_size)
+            survey(party, world, "survey")
         except Exception as error:
             if arrival:
                 arrival.give_up(error)
             self.close()
             raise
-        self._party.memory.hold(world.pieces(rank, device).values())
+        party.memory.hold(world.pieces(party.rank, party.device).values())
 
     # The handles.
 
@@ -419,7 +395,3 @@ class Switcher:
     def close(self) -> None:
         """Destroy the process groups that this object made."""
         self._party.groups.close()
-
-
-def _device_of(backend: str) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
