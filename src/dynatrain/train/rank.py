@@ -131,7 +131,9 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
         Trainer(job, samples, switcher, after_step, validation=validation, after_validation=after_validation).run(
             config.steps
         )
-    if config.save.at_end and not (switcher.stopped or switcher.left):
+    if switcher.left:
+        return switcher
+    if config.save.at_end and not switcher.stopped:
         switcher.save_now()
     if switcher.unsaved:
         raise NotSavedError(f"step {switcher.step}, the last one, is not saved: {switcher.unsaved}")

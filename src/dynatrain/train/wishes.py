@@ -75,8 +75,8 @@ class Wishes:
     def state(self) -> dict[str, Any]:
         """What is in the queue, as plain values: for the rank 0 of another world."""
         return {
-            "schedule": list(self._schedule.items()),
             "next_save": self._next_save,
+            "promised": [asdict(order) for order in self._promised],
             "asked": [asdict(order) for order in self._asked],
             "interval": [asdict(order) for order in self._interval],
             "seen": self._seen,
@@ -84,9 +84,10 @@ class Wishes:
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state` gave."""
-        self._schedule = dict(state["schedule"])
         self._next_save, self._seen = state["next_save"], state["seen"]
-        self._asked, self._interval = ([Order.read(told) for told in state[of]] for of in ("asked", "interval"))
+        self._promised, self._asked, self._interval = (
+            [Order.read(told) for told in state[of]] for of in ("promised", "asked", "interval")
+        )
 
     def put_back(self, orders: list[Order]) -> None:
         """Orders that cannot begin yet: they come again at the next edge."""
