@@ -109,7 +109,8 @@ class Member:
 
     def __init__(self, world, case, stops, visits, folder=None, **more):
         take_realtime(RANK_PRIORITY)
-        self.member, self.store, self.stops, self.visits = world.rank, world.store, stops, visits
+        self.member, self.store, self.stops = world.rank, world.store, stops
+        self.visits, self.steps = visits, case.steps
         self.worlds = worlds_of(world, stops, world.rank)
         if not self.worlds.joins:
             store = dist.PrefixStore("default", world.store)
@@ -127,7 +128,7 @@ class Member:
     def run(self):
         """Train to the end of the tour, or of this member's part in it."""
         with contextlib.suppress(DoneError):
-            Trainer(self.job, self.data, self.sw, self.after).run(len(self.visits))
+            Trainer(self.job, self.data, self.sw, self.after).run(self.steps)
         return self.found | {"left": self.sw.left, "switches": self.books.switches}
 
     def after(self, result):
@@ -139,7 +140,8 @@ class Member:
         self.found["steps"].append(step)
         self.found["generations"].append(self.sw.generation)
         self.found["bits"].append(bits(self.sw.world))
-        self.found["apart"].append(distance(self.sw.world, self.sw.rank, self.visits[result.step]))
+        if self.visits:
+            self.found["apart"].append(distance(self.sw.world, self.sw.rank, self.visits[result.step]))
         self.go_on()
 
     def go_on(self):
@@ -172,9 +174,14 @@ class Member:
         self.asked.add(generation)
         if (attempt := self.sw._course._attempt) is not None:
             end = time.monotonic() + PATIENCE
-            attempt.join(PATIENCE)
-            while time.monotonic() < end and not attempt.problem and attempt.way.cold():
+            while time.monotonic() < end and not over(attempt, generation):
                 time.sleep(0.01)
+
+
+def over(attempt, generation):
+    """Whether nothing is gained by standing still: prepared here and by the newcomers, or given up somewhere."""
+    ready = attempt.prepared and (attempt.problem or not attempt.way.cold())
+    return ready or attempt.way.gate.go_edge(generation) is not None
 
 
 def bits(world):

@@ -184,7 +184,8 @@ def test_a_raise_in_any_phase_and_round_leaves_the_old_world_with_equal_bits(mod
 INSIDE = (("received", -1), ("check", -1))
 
 
-@pytest.mark.parametrize("where", [INSIDE, pytest.param(points((0, -1)), marks=pytest.mark.sweep)], ids=["some", "all"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("where", [INSIDE, points((0, -1))], ids=["some", "all"])
 def test_a_raise_in_a_switch_inside_a_step_leaves_the_old_world_with_equal_bits(where):
     """The step ends in the old world, or its rest comes again: nothing is trained on twice, nothing left out."""
     faults = [(*point, number % 4, mode) for number, point in enumerate(where) for mode in ("keep", "tight")]

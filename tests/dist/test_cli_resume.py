@@ -204,3 +204,17 @@ def test_what_cannot_go_on_is_refused_with_code_2(place):
     assert said.code == 2
     assert "no checkpoint that it could go on from" in said.err
     assert dynatrain("save", "plain", cwd=place).code == 2
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.sweep
+def test_a_run_whose_last_save_fails_does_not_end_as_if_it_were_saved(place, stops):
+    with training(place, f"full-{stops}", "--save.every=0", "--steps=12") as (process, run):
+        until(lambda: run.metrics.exists() and steps_of(run), process)
+        run.checkpoints.touch()  # no folder can be made there
+        if stops:
+            submit(run.requests, Request(id=new_id(), verb="stop"))
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 3, said
+    assert "the last one, is not saved" in said
+    assert "run_failed" in {event["kind"] for event in Tail(run.events).new()}

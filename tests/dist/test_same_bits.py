@@ -12,14 +12,18 @@ SHAPE = replace(jobs.SHAPE, num_key_value_heads=jobs.SHAPE.num_attention_heads)
 TOUR = ("dp4", "fsdp4", "dp2.fsdp2", "fsdp4-z2", "dp2.fsdp2-z2", "dp4")
 
 
-@pytest.fixture(scope="module", params=["fp32", "fp64"])
-def compute(request):
-    return request.param
+RUNS = [
+    ("fp32", "clipping, exact norm"),
+    ("fp64", "clipping inactive"),
+    pytest.param(("fp32", "clipping inactive"), marks=pytest.mark.sweep),
+    pytest.param(("fp64", "clipping, exact norm"), marks=pytest.mark.sweep),
+]
 
 
-@pytest.fixture(scope="module", params=["clipping inactive", "clipping, exact norm"])
-def run(request, compute):
-    active = request.param != "clipping inactive"
+@pytest.fixture(scope="module", params=RUNS, ids="-".join)
+def run(request):
+    compute, clipping = request.param
+    active = clipping != "clipping inactive"
     clip = 0.25 if active else 100.0
     case = Case(tour=TOUR, compute=compute, micro_batches=8, clip=clip, exact_norm=active, seed=7, shape=SHAPE)
     losses, visits = expected(case)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from tests.jobs import SHAPE, TEN, Case, expected, train
 from tests.shapes import small_shape
 
@@ -65,6 +66,7 @@ def test_pipelines_that_run_all_forwards_first_change_nothing():
     assert losses <= 1e-12
 
 
+@pytest.mark.sweep
 def test_every_composition_is_right_in_single_precision():
     """What fp64 cannot show: other kernels, other divisions, reductions in another dtype."""
     states, losses = furthest(Case(tour=(*TEN, "fsdp4-z1", "fsdp4-z2"), compute="fp32"))

@@ -8,10 +8,20 @@ import threading
 
 import pytest
 from tests import ranks
-from tests.dist.foreign import _inside, everywhere
+from tests.dist.foreign import _inside, batch, everywhere
 from tests.dist.test_switcher_state import Loop, equal
+from torch.nn import functional
 
-from dynatrain.observe.checkpoints import Manifest, checkpoints, damaged, leftovers, newest, usable
+from dynatrain.observe.checkpoints import (
+    Manifest,
+    checkpoint_name,
+    checkpoints,
+    damaged,
+    leftovers,
+    newest,
+    usable,
+)
+from dynatrain.train.saver import SavingError
 from dynatrain.train.saving import Saves
 
 POINTS = 20
@@ -95,6 +105,39 @@ def test_a_disk_that_takes_no_more_fails_the_save_by_name_and_training_goes_on(t
         assert [step[0] for step in log] == [step[0] for step in expected]
         assert equal(log[-1][2], expected[-1][2]) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loop_that_was_left_behind_its_update_is_saved_with_that_step_and_no_step_is_saved_half_made(tmp_path):
+    def work(world):
+        loop, names = Loop(world, {}, saves=Saves(root=tmp_path)), []
+        for leaves_early in (False, True):
+            for _ in loop.sw.steps(until=9):
+                inputs, targets = batch(0, world.rank)
+                functional.mse_loss(loop.sw.model(inputs), targets).backward()
+                with pytest.raises(SavingError, match="is under way"):
+                    loop.sw.save_now()
+                if leaves_early:
+                    break
+                loop.sw.optimizer.step()
+                break
+            loop.sw.optimizer.zero_grad()
+            names.append(loop.sw.step)
+        return names, loop.sw.save_now()
+
+    for names, said in everywhere(2, work):
+        assert names == [1, 1]
+        assert said.endswith(checkpoint_name(1))
+
+
+def test_a_job_without_a_place_for_checkpoints_says_so_when_it_is_to_be_saved():
+    def work(world):
+        loop = Loop(world, {}, layout="dp1")
+        for save in (loop.sw.save, loop.sw.save_now):
+            with pytest.raises(SavingError, match=r"give Switcher\(saves=Saves"):
+                save()
+        return loop.sw.saved
+
+    assert everywhere(1, work) == [-1]
 
 
 def test_ranks_that_share_no_disk_are_told_so(tmp_path):

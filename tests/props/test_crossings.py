@@ -3,14 +3,16 @@
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.plans.cases import LAYERS, catalogues, layouts
+from tests.plans.cases import LAYERS, catalogues, layouts, numbered
 from tests.plans.materialize import expected, materialize
 
 from dynatrain.judge.judge import judge_all
 from dynatrain.plan.build import rank_plan, whole_plan
+from dynatrain.plan.mend import mend_plan
 from dynatrain.plan.schedule import keep_schedule
 from dynatrain.plan.storage import alike, storage
 from dynatrain.plan.summary import summarise
+from dynatrain.space.box import volume
 from dynatrain.space.ownership import declared, num_holders
 
 few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -76,3 +78,35 @@ def test_two_holders_taken_for_each_other_are_found(catalogue, crossing, data):
 
 def pieces(catalogue, ownership, holder):
     return [ownership.state_box(tensor, state, holder) for tensor in catalogue for state in tensor.states]
+
+
+@few
+@given(catalogues(), numbered(), st.data())
+def test_every_piece_of_an_unequal_copy_is_mended_from_the_first_whoever_holds_them(catalogue, where, data):
+    own = declared(catalogue, where, LAYERS)
+    wrong = [
+        ((index, at), copy)
+        for index, tensor in enumerate(catalogue)
+        for at, state in enumerate(tensor.states)
+        for copy in range(1, own.copies(tensor, state))
+    ]
+    unequal = data.draw(st.lists(st.sampled_from(wrong), max_size=5, unique=True)) if wrong else []
+    parts = [mend_plan(catalogue, own, rank, unequal) for rank in where.ranks]
+    sent = {move for part in parts for move in part.sends}
+    assert sent == {move for part in parts for move in part.receives}
+
+    for rank in where.ranks:
+        needed = {
+            (granule, own.state_box(tensor, state, rank))
+            for granule, copy in unequal
+            for tensor in (catalogue[granule[0]],)
+            for state in (tensor.states[granule[1]],)
+            if (box := own.state_box(tensor, state, rank)) is not None
+            and volume(box)
+            and own.copy_index(tensor, rank, state) == copy
+        }
+        assert {((move.tensor, move.states[0]), move.box) for move in sent if move.dst == rank} == needed
+    for move in sent:
+        tensor, state = catalogue[move.tensor], catalogue[move.tensor].states[move.states[0]]
+        assert own.state_box(tensor, state, move.src) == move.box
+        assert own.copy_index(tensor, move.src, state) == 0

@@ -16,12 +16,13 @@ from dynatrain.layout.text import parse_layout
 from dynatrain.space.presets import PRESETS
 
 PAIR = (parse_layout("pp2.fsdp2"), parse_layout("fsdp2.tp2"))
+CROSSING = (parse_layout("pp2.fsdp2"), parse_layout("fsdp3"))
 
 
-def written(mode):
+def written(mode, layouts=PAIR, members=()):
     """``(plan, certificate)`` of a switch of five tensors, as read from JSON."""
-    whole_model = change_of_model(PRESETS["tiny"], PAIR, mode=mode)
-    planned = change(whole_model.catalogue[:5], whole_model.old, whole_model.new, mode=mode)
+    whole_model = change_of_model(PRESETS["tiny"], layouts, members=members, mode=mode)
+    planned = change(whole_model.catalogue[:5], whole_model.old, whole_model.new, members=members, mode=mode)
     whole = planned.whole()
     record = planned.record(whole, planned.summary(whole))
     coverage = planned.verdict(whole).coverage
@@ -35,8 +36,8 @@ def written(mode):
         "step": 4,
         "from": record.from_,
         "to": record.to,
-        "world": {"old": 4, "new": 4},
-        "cause": {"verb": "switch", "by": "cli", "request_id": "7"},
+        "world": {"old": 4, "new": layouts[1].world_size},
+        "cause": {"verb": "scale" if members else "switch", "by": "cli", "request_id": "7"},
         "mode": mode,
         "outcome": "committed",
         "plan_hash": record.plan_hash,
@@ -60,7 +61,7 @@ def written(mode):
     return json.loads(record.to_json()), json.loads(json.dumps(certificate))
 
 
-SWITCHES = {mode: written(mode) for mode in ("keep", "tight")}
+SWITCHES = {mode: written(mode) for mode in ("keep", "tight")} | {"crossing": written("tight", CROSSING, (2, 5, 4))}
 
 
 def check(folder, plan, certificate):
@@ -193,6 +194,7 @@ DAMAGE = {
     "a stage too many": (0, ["tensors", 0, "new", "stages"], [1], "stages are [1]; at least one of 0 .. 0"),
     "rounds": (0, ["rounds"], 999, "rounds is 999"),
     "a tensor larger than the world": (0, ["tensors", 0, "tensor", "shape"], [2**50, 2**50], "more bytes than 4 ranks"),
+    "members": (0, ["members"], [0, 1, 2, 7], "newcomers are 4, 5, ..."),
     "a mode": (0, ["mode"], "tite", "no mode 'tite'; the modes are keep, tight (nearest: tight)"),
 }
 

@@ -16,6 +16,7 @@ from dynatrain.execute.rounds import RoundRefused, backward
 from dynatrain.execute.transport import Message, TransportError
 from dynatrain.plan.build import rank_plan
 from dynatrain.space.box import volume
+from dynatrain.space.ownership import num_holders
 from dynatrain.space.tensor import ITEMSIZE
 
 JOB = job()
@@ -53,7 +54,7 @@ def built(catalogue, old, new, size, rounds):
 
 def switch(old, new, mode, transports=None, by=plans):
     """The ranks after a switch, and what each run gave."""
-    size = max(old.layout.world_size, new.layout.world_size)
+    size = num_holders(old, new)
     everybody = by(JOB, old, new, size, schedule(JOB, mode))
     transports = transports or local(size)
     agree = Ballot(size)
@@ -66,7 +67,24 @@ def switch(old, new, mode, transports=None, by=plans):
 @pytest.mark.parametrize("ends", list(pairs(10)), ids=lambda ends: f"{ends[0][0]}-{ends[1][0]}")
 def test_every_element_arrives_at_its_place(ends, mode, by):
     (a, order_a), (b, order_b) = ends
-    old, new = owns(JOB, a, order_a), owns(JOB, b, order_b)
+    arrives(owns(JOB, a, order_a), owns(JOB, b, order_b), mode, by)
+
+
+CROSSINGS = [
+    ("fsdp2", "fsdp3", (0, 1, 2)),
+    ("fsdp4", "fsdp2.tp2", (0, 2, 5, 4)),
+    ("tp4", "dp2", (3, 1)),
+    ("pp2.tp2", "dp2.fsdp2", (4, 5, 6, 7)),
+]
+
+
+@pytest.mark.parametrize("mode", ["keep", "tight"])
+@pytest.mark.parametrize(("before", "after", "members"), CROSSINGS)
+def test_every_element_arrives_where_some_leave_and_others_come(before, after, members, mode):
+    arrives(owns(JOB, before), owns(JOB, after, members=members), mode, built)
+
+
+def arrives(old, new, mode, by):
     ranks, results = switch(old, new, mode, by=by)
     assert results == [None] * len(ranks)
     for rank in ranks:
@@ -213,7 +231,7 @@ def test_a_corrupted_byte_is_named_by_the_rank_that_received_it(victim):
 
 def fail(old, new, rounds, failing, event):
     """Ranks in ``tight``, one of which raised at ``event`` of round ``failing``."""
-    size = max(old.layout.world_size, new.layout.world_size)
+    size = num_holders(old, new)
     agree, lines, victim = Ballot(size), local(size), failing % size
 
     def hook(seen, number):
@@ -246,9 +264,16 @@ def go_back(ranks, old, new, rounds):
 
 
 @pytest.mark.parametrize("event", ["round_start", "posted", "received", "agreed"])
-@pytest.mark.parametrize("ends", [("fsdp4", "pp2.tp2"), ("pp4", "dp2.fsdp2"), ("fsdp3", "tp4")], ids="-".join)
-def test_tight_fails_in_any_round_and_the_way_back_gives_the_old_bits(ends, event):
-    old, new = (owns(JOB, text) for text in ends)
+@pytest.mark.parametrize(
+    ("before", "after", "members"),
+    [
+        ("fsdp4", "pp2.tp2", None),
+        ("pp4", "dp2.fsdp2", None),
+        ("fsdp3", "tp4", (0, 4, 2, 3)),
+    ],
+)
+def test_tight_fails_in_any_round_and_the_way_back_gives_the_old_bits(before, after, members, event):
+    old, new = owns(JOB, before), owns(JOB, after, members=members)
     rounds = schedule(JOB, "tight", per_round=12)
     for failing in range(len(rounds.rounds)):
         ranks = fail(old, new, rounds, failing, event)

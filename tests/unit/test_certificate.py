@@ -130,6 +130,13 @@ def test_a_record_without_a_field_is_refused_by_its_name(key):
         ({"seconds": replace(GOOD.seconds, commit=None)}, "phases ['commit'] have no seconds"),
         ({"versions": {"dynatrain": "0.1.0"}}, "versions lacks ['python', 'torch']"),
         ({"peak_bytes": PeakBytes(device={}, host={4: Peak(predicted=1, measured=1)})}, "ranks ['4'] outside"),
+        (
+            {
+                "peak_bytes": PeakBytes(device={}, host=dict.fromkeys((4, 8), Peak(predicted=1, measured=1))),
+                "cause": Cause(verb="scale", by="cli", request_id="7"),
+            },
+            "ranks ['8'] outside a world of 8",
+        ),
         ({"from_": "zzz"}, "from is not a layout: 'zzz'"),
         ({"to": "fsdp2"}, "to is fsdp2, of 2 ranks, but world.new is 4"),
         ({"mode": "auto"}, "the mode is auto: it was never decided"),

@@ -1,6 +1,7 @@
 """Who is who in a crossing, what its newcomers are told, and what a new rank 0 takes over."""
 
 import json
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,8 @@ from dynatrain.train.order import Order
 from dynatrain.train.record import Recorder
 from dynatrain.train.states import Form
 from dynatrain.train.streams import Streams
+from dynatrain.train.targets import whole_world
+from dynatrain.train.turns import Turns
 from dynatrain.train.wishes import Wishes
 
 CROSSING = Crossing(generation=7, old=(4, 0, 9), new=(9, 12, 4, 11))
@@ -75,6 +78,25 @@ def test_a_new_rank_0_takes_over_what_is_asked_and_what_was_seen():
     assert (first.at, first.layout) == (8, "dp2")
     assert list(other.due(7)) == list(one.due(7)) != []
     assert other.state() == one.state()
+
+
+def test_a_loop_without_an_agent_refuses_a_crossing_by_name_and_an_agent_s_run_refuses_its_own_world():
+    def answers(worlds, order):
+        board = Board(HashStore(), 2)
+        party = SimpleNamespace(rank=0, world_size=2, members=(0, 1), worlds=worlds, board=board)
+        board.publish(json.dumps({"verb": order.verb, "arguments": {**asdict(order), "layout": order.layout}}))
+        here = parse_layout("fsdp2")
+        turns = Turns(party, Wishes(board, {}, "keep"), whole_world, lambda: here, SimpleNamespace(busy=False), 0)
+        return turns.take(0, 0), json.loads(board.take_answer(0) or "{}").get("message", "")
+
+    none, why = answers(None, ORDER)
+    assert none is None
+    assert "this loop has one world alone" in why
+    assert answers(object(), replace(ORDER, members=(0, 1)))[1] == "the layout is fsdp2 already"
+    wrong = answers(object(), replace(ORDER, layout="fsdp3"))[1]
+    assert "3 ranks, the world has 2" in wrong
+    taken, why = answers(object(), ORDER)
+    assert (taken.members, taken.generation, taken.number, taken.turn, why) == ((0, 5), 3, 1, 1, "")
 
 
 def test_an_account_is_read_as_it_was_told_and_what_could_not_be_read_is_named():

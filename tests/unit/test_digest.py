@@ -16,6 +16,7 @@ from dynatrain.execute.digest import MODULUS, digest_piece, digest_within
 from dynatrain.execute.locate import first_difference
 from dynatrain.execute.pieces import Piece
 from dynatrain.space.box import shape_of, whole, within
+from dynatrain.space.ownership import num_holders
 
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
@@ -103,11 +104,11 @@ def held(ownership, rank):
 
 
 def vector(ownership, cut, pieces):
-    return sum(digest_vector(pieces[r], JOB, ownership, cut, r) for r in range(ownership.layout.world_size))
+    return sum(digest_vector(pieces[r], JOB, ownership, cut, r) for r in range(num_holders(ownership)))
 
 
 def pieces_of(ownership):
-    return [held(ownership, rank) for rank in range(ownership.layout.world_size)]
+    return [held(ownership, rank) for rank in range(num_holders(ownership))]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +123,15 @@ def test_every_copy_of_everything_is_compared(ends):
     assert report.equal
     assert report.before == report.after
     assert report.unequal == report.differing == ()
+
+
+def test_copies_are_compared_across_worlds_of_other_members():
+    old, new = owns(JOB, "fsdp2.tp2"), owns(JOB, "dp2.fsdp2", members=(0, 5, 3, 4))
+    targets = pieces_of(new)
+    assert compare(vector(old, new, pieces_of(old)), vector(new, new, targets), JOB, old, new).equal
+    targets[5][1, 1].tensor.view(torch.int32)[2, 4] ^= 1
+    report = compare(vector(old, new, pieces_of(old)), vector(new, new, targets), JOB, old, new)
+    assert [(found.tensor, found.rank) for found in report.differing] == [("layers.0.wq", 5)]
 
 
 def test_the_whole_digest_does_not_depend_on_the_layout():

@@ -90,6 +90,17 @@ def test_a_size_beyond_all_that_are_legal_names_the_largest_near_it():
     assert refusal.value.nearest == ("pp4.tp8",)
 
 
+@pytest.mark.parametrize("size", [0, -3, 70000, 10**18])
+def test_a_size_that_no_layout_has_is_refused(size):
+    with pytest.raises(LayoutError, match="a world has 1 to 65536 ranks"):
+        resized(parse_layout("fsdp4"), TINY, world_size=size)
+
+
+def test_a_world_of_equal_size_keeps_its_layout():
+    pinned = parse_layout("pp2_1_3.fsdp2.tp2-sp.order_0_2_1_3_4_6_5_7")
+    assert resized(pinned, TINY, world_size=8, num_microbatches=8, sequence=64) == pinned
+
+
 def test_among_equally_near_layouts_the_fewest_bytes_decide_then_the_text():
     present = parse_layout("pp2.tp2")
     asked = []

@@ -1,5 +1,8 @@
 """What is asked of a job, in the order in which it can be begun."""
 
+import re
+
+import pytest
 from torch.distributed import HashStore
 
 from dynatrain.cluster.board import Board
@@ -27,6 +30,32 @@ def test_a_scheduled_switch_inside_a_step_is_due_until_that_step_is_over():
     wishes.begun(4)
     assert [(order.at, order.after) for order in (next(wishes.due(4)), next(wishes.due(4)))] == [(4, 3), (5, 0)]
 
-    wishes = Wishes(Board(HashStore(), 1), {4: "dp2", 5: "tp2"}, "keep", inside={4: 3, 5: 0})
+
+def test_a_job_that_goes_on_at_the_step_of_a_switch_still_has_it_before_it():
+    wishes = Wishes(Board(HashStore(), 1), {4: "dp2", 5: "tp2"}, "keep")
     wishes.begun(5)
-    assert list(wishes.due(9)) == []
+    assert [order.at for order in wishes.due(9)] == [5]
+
+
+def test_a_wish_for_a_later_step_holds_up_nothing_until_then():
+    wishes = Wishes(Board(HashStore(), 1), {}, "keep", every=4)
+    wishes.add("dp2", mode="", at=30, after=0, by="program")
+    found = {step: [(order.verb, order.at) for order in wishes.due(step)] for step in range(31)}
+    orders = [(step, *order) for step, taken in found.items() for order in taken]
+    assert [order for order in orders if order[1] == "switch"] == [(28, "switch", 30)]
+    assert [at for _, verb, at in orders if verb == "save" and at < 28] == list(range(4, 28, 4))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "inside", "said"),
+    [
+        ({-3: "dp2"}, {}, "schedule has step -3"),
+        ({0: "dp2"}, {}, "schedule has step 0: a job begins in its first layout; nearest: 1"),
+        ({5: "dp2"}, {7: 2}, "inside has step 7, where no switch is scheduled; nearest with one: 5"),
+        ({}, {7: 2}, "inside has step 7, where no switch is scheduled; there are no"),
+        ({5: "dp2"}, {5: -1}, "inside has -1 micro-batches at step 5; nearest: 0"),
+    ],
+)
+def test_a_schedule_that_cannot_be_kept_is_refused(schedule, inside, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Wishes(Board(HashStore(), 1), schedule, "keep", inside=inside)

@@ -133,7 +133,7 @@ class Certificate:
         seconds: by phase.
         lost_seconds: None until enough steps in the new layout are known.
         floor_seconds: None without a probe.
-        peak_bytes: predicted and measured; of a crossing (``scale``) by holder: the old ranks, then the newcomers.
+        peak_bytes: predicted and measured; of a crossing by holder: old ranks, then newcomers.
         transport: what carried the moves (``gloo``, ``nccl``, ...).
         versions: of ``dynatrain``, ``python`` and ``torch`` at least.
         attempt: of the run: 0 for its first agent; a run that goes on begins where it was saved.
@@ -250,12 +250,13 @@ def _contradictions(record: Mapping[str, Any]) -> tuple[str, ...]:
         problems.append(f"replicas: more are unequal than were checked: {record['replicas']}")
     if record["replicas"]["mended"] > record["replicas"]["unequal"]:
         problems.append(f"replicas: more were mended than are unequal: {record['replicas']}")
-    # In a crossing peaks are by holder: old ranks, then newcomers.
-    world = (sum if record["cause"]["verb"] == "scale" else max)(record["world"].values())
+    old, new = record["world"]["old"], record["world"]["new"]
+    # A crossing counts its newcomers behind the old ranks, of whom any number may leave.
+    holders = old + new if record["cause"]["verb"] == "scale" else max(old, new)
     for place in ("device", "host"):
-        strangers = [rank for rank in record["peak_bytes"][place] if not _is_rank(rank, world)]
+        strangers = [rank for rank in record["peak_bytes"][place] if not _is_rank(rank, holders)]
         if strangers:
-            problems.append(f"peak_bytes.{place} has ranks {strangers} outside a world of {world}")
+            problems.append(f"peak_bytes.{place} has ranks {strangers} outside a world of {holders}")
     problems += _misplaced(record)
     missing = [name for name in ("dynatrain", "python", "torch") if name not in record["versions"]]
     if missing:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dynatrain.layout.form import LayoutError
-from dynatrain.layout.layout import EXPERT_AXES, Layout
+from dynatrain.layout.layout import EXPERT_AXES, MOST_RANKS, Layout
 from dynatrain.layout.legality import ModelLimits, problems
 from dynatrain.layout.nearest import changes, ranked
 from dynatrain.layout.sizes import Sizes
@@ -46,17 +46,22 @@ def resized(
 
     Raises:
         LayoutError: the run may not have that size, or no layout of it is legal; with the rules that forbid it or that
-            the obvious layout breaks, and the layouts of the nearest sizes that may be and have one.
+            the obvious layout breaks, and the layouts of the nearest sizes that may be and have one. Or no world is of
+            that size.
     """
+    if not 1 <= world_size <= MOST_RANKS:
+        near = Layout() if world_size < 1 else layout
+        rule = f"a world has 1 to {MOST_RANKS} ranks"
+        raise LayoutError(f"no layout has {world_size} ranks", (rule,), (print_layout(near),))
     given: dict[str, Any] = {"num_microbatches": num_microbatches, "sequence": sequence}
-    near = ranked(layout, world_size)
-    legal = [one for one in near if not problems(one, limits, world_size=world_size, **given)]
+    every = ranked(layout, world_size)
+    legal = [one for one in every if not problems(one, limits, world_size=world_size, **given)]
     if not legal or not sizes.allows(world_size):
-        obvious = min(near, key=lambda one: (not _keeps(layout, one), _absorbed(layout, one), near.index(one)))
+        obvious = min(every, key=lambda one: (not _keeps(layout, one), _absorbed(layout, one)))
         raise _refusal(layout, obvious, limits, sizes, given)
     kept = [one for one in legal if _keeps(layout, one)]
     if kept:
-        return min(kept, key=lambda one: (_absorbed(layout, one), legal.index(one)))
+        return min(kept, key=lambda one: _absorbed(layout, one))  # of several the first: they come nearest first
     fewest = min(changes(layout, one) for one in legal)
     equal = sorted((one for one in legal if changes(layout, one) == fewest), key=print_layout)
     return equal[0] if moved is None or len(equal) == 1 else min(equal, key=moved)

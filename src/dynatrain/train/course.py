@@ -50,6 +50,7 @@ class Course:
         pause: micro-batches of the step under way after which a switch is due; 0 for none.
         done: micro-batches that the step under way has behind it when it begins: it comes again from the place of a
             switch that was taken back.
+        updated: whether the step under way has had its update.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Course:
         self.doomed = ""
         self.pause = 0
         self.done = 0
+        self.updated = False
         self._before = world
         self._wrap_optimizer(world)
 
@@ -94,6 +96,7 @@ class Course:
         """
         self._edge += 1
         self._step = step
+        self.updated = False
         if self.doomed:
             self._take_back()
         if self.pause:
@@ -112,6 +115,13 @@ class Course:
         self._step_ended = time.perf_counter()
         self.done = 0
         return not self.doomed
+
+    def leave(self) -> None:
+        """The loop was left, maybe inside a step: a switch that awaits its first update is decided without it."""
+        if self._settling:
+            self._settle()
+        if self.doomed:
+            self._take_back()
 
     def between(self) -> None:
         """Inside a step, behind the micro-batches that :attr:`pause` says: carry out the switch that is due."""
@@ -132,6 +142,7 @@ class Course:
             if self.doomed:
                 return None
             world.forwards.seen = False
+            self.updated = True
             return original(*args, **kwargs)
 
         # A method, as schedulers that are made later expect of it.
@@ -245,15 +256,16 @@ class Course:
             NotAdmittedError: the crossing was given up.
         """
         attempt.start()
-        attempt.join()
         way, board = attempt.way, attempt.party.board
         assert way.crossing is not None
-        generation = way.crossing.generation
-        if attempt.problem:
-            board.give_up(generation, attempt.problem)
-        else:
-            way.say_warm()
+        generation, told = way.crossing.generation, False
         while (go := board.go_edge(generation)) is None:
+            if attempt.prepared and not told:
+                told = True
+                if attempt.problem:
+                    board.give_up(generation, attempt.problem)
+                else:
+                    way.say_warm()
             time.sleep(_POLL_SECONDS)
         if go.edge < 0:
             attempt.give_up()

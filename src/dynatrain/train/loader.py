@@ -78,12 +78,17 @@ class _Cursor:
         return at.dp * layout.size("fsdp") + at.fsdp, layout.data_ranks
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor; equal on all ranks."""
-        return {"batches": self._taken}
+        """The cursor; equal on all ranks. The step is told with it: a switch may come inside one."""
+        return {"batches": self._taken, "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind the batches that ``state`` has taken, whatever step comes next."""
-        self._taken, self._step = state["batches"], None
+        if not self._is_here(state):
+            self._taken, self._step = state["batches"], None
+
+    def _is_here(self, state: dict[str, Any]) -> bool:
+        """Whether ``state`` is where this cursor stands in a step: a switch inside one gives back what it took."""
+        return self._step is not None and (state["batches"], state.get("step")) == (self._taken, self._step)
 
 
 class _Shares:
@@ -218,6 +223,8 @@ class StreamLoader(_Cursor):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind the items that ``state`` has taken."""
+        if self._is_here(state):
+            return
         super().load_state_dict(state)
         self._source.load_state_dict(state["source"])
         self._items, self._held = None, (-1, [])

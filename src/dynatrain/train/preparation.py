@@ -91,10 +91,10 @@ class Preparation:
         """Whether the thread has ended, with or without a problem."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def join(self, seconds: float | None = None) -> None:
+    def join(self, seconds: float) -> None:
         """Wait for the thread, at most that long."""
         assert self._thread is not None
-        self._thread.join(None if seconds is None else max(0.0, seconds))
+        self._thread.join(max(0.0, seconds))
 
     def _prepare(self) -> None:
         try:

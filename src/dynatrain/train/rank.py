@@ -37,6 +37,11 @@ from dynatrain.train.switcher import Switcher
 from dynatrain.train.trainer import Job, StepResult, Trainer
 from dynatrain.train.validation import Validation, ValidationResult
 
+
+class NotSavedError(RuntimeError):
+    """The run ends, and what it has trained since its last checkpoint is lost."""
+
+
 PROBE_BYTES = 32 << 20
 """More than caches hold, little enough to take a moment at the start."""
 
@@ -126,8 +131,12 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
         Trainer(job, samples, switcher, after_step, validation=validation, after_validation=after_validation).run(
             config.steps
         )
-    if config.save.at_end and not (switcher.stopped or switcher.left):
+    if switcher.left:
+        return switcher
+    if config.save.at_end and not switcher.stopped:
         switcher.save_now()
+    if switcher.unsaved:
+        raise NotSavedError(f"step {switcher.step}, the last one, is not saved: {switcher.unsaved}")
     return switcher
 
 

@@ -1,5 +1,6 @@
 """The saves of one job, one at a time: begun at a step edge, ended in the background."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.saving import Saves, Saving
 from dynatrain.train.world import World
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,10 @@ class Saved:
     outcome: str
     message: str
     order: Order | None
+
+
+class SavingError(RuntimeError):
+    """The job cannot be saved now; the text says what would do."""
 
 
 class Saver:
@@ -64,6 +71,15 @@ class Saver:
     def busy(self) -> bool:
         """Whether a save is under way; to be asked after :meth:`look`."""
         return self._under_way is not None
+
+    def require(self) -> None:
+        """Refuse to save where there is no place to save to.
+
+        Raises:
+            SavingError: there is none.
+        """
+        if self._saves is None:
+            raise SavingError("this job has no place to be saved to; give Switcher(saves=Saves(root=FOLDER))")
 
     def begin(self, world: World, step: int, order: Order | None) -> None:
         """Begin to save; on all ranks at the same edge, and not while one is under way."""
@@ -118,5 +134,7 @@ class Saver:
         self.last = saved
         if saved.outcome != "failed":
             self.saved = saved.step
+        elif self._party.rank == 0:
+            _LOG.warning("step %d is not saved: %s", saved.step, saved.message)
         for told in self._ended:
             told(saved)

@@ -35,16 +35,14 @@ from dynatrain.train.blueprint import check_mode
 from dynatrain.train.copies import UnequalCopies, check_policy
 from dynatrain.train.course import Course
 from dynatrain.train.first import Initial, blank, first_world, join
-from dynatrain.train.groups import GroupPool
 from dynatrain.train.install import survey
 from dynatrain.train.loading import Rename, load
-from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
-from dynatrain.train.saver import Saved, Saver
+from dynatrain.train.saver import Saved, Saver, SavingError
 from dynatrain.train.saving import Saves
 from dynatrain.train.segments import Fused, Segments
+from dynatrain.train.standing import standing
 from dynatrain.train.targets import DataParallel, Read, same_meaning, served, whole_world
-from dynatrain.train.torch_private import default_store
 from dynatrain.train.turns import Turns
 from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
@@ -79,7 +77,7 @@ class Switcher:
         recorder: writes events and certificates; None writes nothing.
         legal: ``legal(text, world_size)`` reads a layout's text for a world of so many ranks, and refuses what the
             model does not allow; None checks the world size alone.
-        device: where state lies; the CPU where it is None.
+        device: where state lies; by default this process's CUDA device where the default group is NCCL's, else the CPU.
         memory: where its memory comes from; made where it is None.
         data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; with
             ``fixed``, a loop in which FSDP2 averages gradients keeps its number of data ranks.
@@ -128,32 +126,10 @@ class Switcher:
     ) -> None:
         check_mode(mode)
         check_policy(unequal_copies)
-        rank, world_size = (worlds.rank, worlds.world_size) if worlds else (dist.get_rank(), dist.get_world_size())
-        generation = worlds.generation if worlds else 0
-        device = device or torch.device("cpu")
-        groups = GroupPool(
-            worlds.groups if worlds else store or dist.PrefixStore("dynatrain/groups", default_store()),
-            rank=rank,
-            world=f"g{generation}",
-            backend="nccl" if device.type == "cuda" else "gloo",
-            timeout_seconds=1800.0,
-        )
-        if worlds:
-            board = worlds.board()
-        self._party = Party(
-            rank=rank,
-            world_size=world_size,
-            member=worlds.member if worlds else rank,
-            members=tuple(range(world_size)),
-            generation=generation,
-            worlds=worlds,
-            board=board or Board(dist.PrefixStore("dynatrain/board", default_store()), world_size),
-            groups=groups,
-            memory=memory or Pool(device),
-            device=device,
+        self._party = party = standing(
+            *(worlds, board, store, device, memory),
             build=build,
             names=names,
-            factories={},
             segments=Segments(segments or {}, padded or {}),
             deadline=deadline,
             budget=budget,
@@ -162,23 +138,24 @@ class Switcher:
         )
         self._recorder = recorder
         self._loads = 0
+        self._inside = False
         self.step = 0
         read = legal or whole_world
-        arrival = self._arrival = arrive(self._party) if worlds and worlds.joins else None
-        made, first, fill = groups, layout, initial
+        arrival = self._arrival = arrive(party) if worlds and worlds.joins else None
+        made, first, fill = party.groups, layout, initial
         if arrival:
             made, first, fill = arrival.way.made, arrival.told.order.layout, initial and blank
         try:
-            world = first_world(self._party, made, read(first, world_size), fill)
+            world = first_world(party, made, read(first, party.world_size), fill)
             self._read = served(same_meaning(read, world.layout, world.parts, data_parallel), lambda: self.world)
             for label, thing in (state or {}).items():
-                join(self._party, world, label, thing)
-            self._saver = Saver(self._party, saves, (self._answer_saved, on_saved))
-            requests = worlds.requests if worlds else self._party.board
+                join(party, world, label, thing)
+            self._saver = Saver(party, saves, (self._answer_saved, on_saved))
+            requests = worlds.requests if worlds else party.board
             wishes = Wishes(requests, schedule or {}, mode, self._saver.every, inside or {})
-            self._turns = Turns(self._party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
+            self._turns = Turns(party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
             self._course = Course(
-                self._party,
+                party,
                 world,
                 turns=self._turns,
                 saver=self._saver,
@@ -189,14 +166,14 @@ class Switcher:
             if arrival:
                 return  # what the job holds, the crossing tells
             for text in (layout, *(schedule or {}).values()):
-                self._read(text, world_size)
-            survey(self._party, world, "survey")
+                self._read(text, party.world_size)
+            survey(party, world, "survey")
         except Exception as error:
             if arrival:
                 arrival.give_up(error)
             self.close()
             raise
-        self._party.memory.hold(world.pieces(rank, device).values())
+        party.memory.hold(world.pieces(party.rank, party.device).values())
 
     # The handles.
 
@@ -273,10 +250,16 @@ class Switcher:
             self._course.edge(self.step)
             if self.stopped or self.left:
                 return
-            began = time.perf_counter()
-            yield self.step
-            self._party.note_step(time.perf_counter() - began)
+            began, self._inside = time.perf_counter(), True
+            try:
+                yield self.step
+            except GeneratorExit:  # the loop was left: behind its update the step is made
+                self.step += self._course.updated
+                raise
+            finally:
+                self._inside = False
             self.step += self._course.step_ended()
+            self._party.note_step(time.perf_counter() - began)
             if self._recorder:
                 self._recorder.step_ended(time.perf_counter())
 
@@ -337,24 +320,38 @@ class Switcher:
 
         Raises:
             LayoutError: this job cannot have it.
-            ValueError: there is no such mode, or no such place.
+            ValueError: there is no such mode, or no such place, or the step is not to come.
         """
         self._read(layout, self._party.world_size)
         check_mode(mode or "auto")
+        if 0 <= at <= self.step:
+            raise ValueError(f"at = {at}: step {self.step} is under way; nearest: {self.step + 1}, or -1 for soon")
         if after < 0:
             raise ValueError(f"after = {after}: a number of micro-batches; 0 switches at the step's edge")
         self._turns.ask(layout, mode=mode, at=at, after=after, by=by)
 
     def save(self, *, by: str = "program") -> None:
-        """Ask, from the loop, to be saved at the next step edge, beside training. All ranks may call."""
+        """Ask, from the loop, to be saved at the next step edge, beside training. All ranks may call.
+
+        Raises:
+            SavingError: the job has no place to be saved to.
+        """
+        self._saver.require()
         self._turns.ask_save(by=by)
 
     def save_now(self) -> str:
-        """Save, and return when it is done: at the end of the loop. All ranks call it, between two steps.
+        """Save, and return when it is done: behind the loop, also one that was left by ``break``. All ranks call it.
 
         Returns:
             What became of it, for people.
+
+        Raises:
+            SavingError: the job has no place to be saved to, or the loop is inside a step.
         """
+        self._saver.require()
+        if self._inside:
+            raise SavingError(f"step {self.step} is under way: save_now is for behind the loop; in it call save()")
+        self._course.leave()
         self._saver.finish()
         return self._saver.save_now(self.world, self.step)
 
@@ -384,6 +381,12 @@ class Switcher:
     def saved(self) -> int:
         """The last step that was saved; -1 where none was."""
         return self._saver.saved
+
+    @property
+    def unsaved(self) -> str:
+        """Why the present step could not be saved; empty where it was, or nobody tried."""
+        last = self._saver.last
+        return last.message if last and (last.step, last.outcome) == (self.step, "failed") else ""
 
     def _answer_saved(self, saved: Saved) -> None:
         if saved.order is not None:

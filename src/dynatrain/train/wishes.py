@@ -15,6 +15,24 @@ LEAD_STEPS = 2
 _EDGES: Mapping[int, int] = MappingProxyType({})
 
 
+def check_schedule(schedule: Mapping[int, str], inside: Mapping[int, int]) -> None:
+    """Refuse a schedule that cannot be kept.
+
+    Raises:
+        ValueError: every problem, with the nearest that can.
+    """
+    problems = [f"schedule has step {at}: a job begins in its first layout; nearest: 1" for at in schedule if at < 1]
+    for at, after in inside.items():
+        if at not in schedule:
+            near = min(schedule, key=lambda other: abs(other - at), default=None)
+            said = "there are no scheduled switches" if near is None else f"nearest with one: {near}"
+            problems.append(f"inside has step {at}, where no switch is scheduled; {said}")
+        if after < 0:
+            problems.append(f"inside has {after} micro-batches at step {at}; nearest: 0, at the step's edge")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 class Wishes:
     """The queue of rank 0. Other ranks follow what is decided and never look here.
 
@@ -24,14 +42,20 @@ class Wishes:
         mode: of switches that do not name one.
         every: steps between two saves; 0 for none.
         inside: ``{step: micro-batches}`` of scheduled switches that come inside their step.
+
+    Raises:
+        ValueError: a schedule that cannot be kept.
     """
 
     def __init__(
         self, board: Board, schedule: Mapping[int, str], mode: str, every: int = 0, inside: Mapping[int, int] = _EDGES
     ) -> None:
+        check_schedule(schedule, inside)
         self._board = board
-        self._schedule = dict(schedule)
-        self._inside = inside
+        self._promised = [
+            Order(layout=layout, mode=mode, at=at, after=inside.get(at, 0), by="schedule")
+            for at, layout in sorted(schedule.items())
+        ]
         self._every = every
         self._next_save = self._after(0)
         self._mode = mode
@@ -40,8 +64,9 @@ class Wishes:
         self._seen = 0
 
     def add(self, layout: str, *, mode: str, at: int, after: int, by: str) -> None:
-        """A wish of the loop itself."""
-        self._asked.append(Order(layout=layout, mode=mode or self._mode, at=at, after=after, by=by))
+        """A wish of the loop itself. One for a later step is kept until then: one order is under way at a time."""
+        order = Order(layout=layout, mode=mode or self._mode, at=at, after=after, by=by)
+        (self._asked if at < 0 else self._promised).append(order)
 
     def add_save(self, *, by: str) -> None:
         """The loop wishes to be saved."""
@@ -50,8 +75,8 @@ class Wishes:
     def state(self) -> dict[str, Any]:
         """What is in the queue, as plain values: for the rank 0 of another world."""
         return {
-            "schedule": list(self._schedule.items()),
             "next_save": self._next_save,
+            "promised": [asdict(order) for order in self._promised],
             "asked": [asdict(order) for order in self._asked],
             "interval": [asdict(order) for order in self._interval],
             "seen": self._seen,
@@ -59,9 +84,10 @@ class Wishes:
 
     def take_over(self, state: Mapping[str, Any]) -> None:
         """Go on with what :meth:`state` gave."""
-        self._schedule = dict(state["schedule"])
         self._next_save, self._seen = state["next_save"], state["seen"]
-        self._asked, self._interval = ([Order.read(told) for told in state[of]] for of in ("asked", "interval"))
+        self._promised, self._asked, self._interval = (
+            [Order.read(told) for told in state[of]] for of in ("promised", "asked", "interval")
+        )
 
     def put_back(self, orders: list[Order]) -> None:
         """Orders that cannot begin yet: they come again at the next edge."""
@@ -70,8 +96,7 @@ class Wishes:
 
     def begun(self, step: int) -> None:
         """The job begins, or goes on, at a step: what was due before is not due any more."""
-        due = {at: layout for at, layout in self._schedule.items() if (at, self._inside.get(at, 0)) > (step, 0)}
-        self._schedule = due
+        self._promised = [order for order in self._promised if order.at >= step]
         self._next_save = self._after(step)
 
     def _after(self, step: int) -> int:
@@ -80,9 +105,9 @@ class Wishes:
 
     def due(self, step: int) -> Iterator[Order]:
         """Take the wishes that could begin at ``step``, one by one, oldest first; take no more than can be begun."""
-        for at in sorted(at for at in self._schedule if at - LEAD_STEPS <= step):
-            layout, after = self._schedule.pop(at), self._inside.get(at, 0)
-            self._asked.append(Order(layout=layout, mode=self._mode, at=at, after=after, by="schedule"))
+        soon = [order for order in self._promised if order.at - LEAD_STEPS <= step]
+        self._promised = [order for order in self._promised if order not in soon]
+        self._asked += sorted(soon, key=lambda order: order.at)
         if self._every and self._next_save - LEAD_STEPS <= step:
             self._interval = [Order(layout="", verb="save", at=self._next_save, by="interval")]
             self._next_save = self._after(max(step, self._next_save))
@@ -100,7 +125,7 @@ class Wishes:
         One order is under way at a time. Such a save comes behind the switch.
         """
         begins = max([step + LEAD_STEPS, *(order.at for order in self._interval)])
-        return [] if any(at - LEAD_STEPS <= begins for at in self._schedule) else self._interval
+        return [] if any(order.at - LEAD_STEPS <= begins for order in self._promised) else self._interval
 
     def answer(self, order: Order, outcome: str, message: str, switch: int | None = None) -> None:
         """Tell whoever asked what became of it."""

@@ -11,14 +11,14 @@ def run(words: list[str]) -> int:
     return call(stop, words)
 
 
-def stop(run: Run = "", /, *, timeout: float = 60.0, json: bool = False) -> int:
-    """End a running run at its next step edge, and wait until it has taken the request.
+def stop(run: Run = "", /, *, timeout: float = 660.0, json: bool = False) -> int:
+    """End a running run at its next step edge, and wait until it is saved.
 
     Exit codes: 0 it stops, or had ended before; 3 it did not answer in time.
 
     Args:
         run: name or folder; by default the newest.
-        timeout: seconds to wait for the answer.
+        timeout: seconds to wait for the answer, which comes when the run is saved.
         json: print one JSON object.
     """
     folder = find_run(run)
