@@ -22,6 +22,7 @@ def faults(**by_member: str) -> str:
 
 def ask(run: RunningAgent, *, seconds: float = 20.0, **arguments: object) -> Answer:
     """Ask for other members and wait for the answer."""
+    run.pids()
     number = new_id()
     submit(run.run.requests, Request(id=number, verb="scale", arguments=arguments))
     answer = wait_answer(run.run.requests, number, seconds)
@@ -112,6 +113,7 @@ def test_leavers_that_do_not_end_are_killed_and_their_place_is_taken_again(tmp_p
 
 def test_one_crossing_at_a_time_and_what_ranks_refuse_leaves_the_world_as_it_was(tmp_path):
     with agent(tmp_path / "run", CROSS, 2, FAULTS=faults(m2="slow")) as run:
+        run.pids()
         folder = run.run.requests
         for name, size in (("a", 3), ("b", 1)):
             submit(folder, Request(id=name, verb="scale", arguments={"size": size}))

@@ -215,9 +215,10 @@ def test_newcomers_are_forked_asked_for_when_they_have_beaten_and_admitted_by_th
 def test_it_is_done_when_leavers_are_gone_and_those_that_cling_are_killed(cluster) -> None:
     grown(cluster)
     cluster.ask("b", leave=[0, 2])
-    cluster.end(1)  # a leaver may be gone before its agent knows that it may go
-    cluster.tick()
-    assert cluster.failures() == ["", ""]
+    cluster.end(1, signal=9)  # a leaver may be gone, and badly, before its agent knows that it may go
+    for _ in range(3):
+        cluster.tick()
+        assert cluster.failures() == ["", ""]
     assert cluster.asked()["arguments"]["members"] == [2, 3]
     cluster.reply("done")
     cluster.tick()
@@ -229,6 +230,7 @@ def test_it_is_done_when_leavers_are_gone_and_those_that_cling_are_killed(cluste
     cluster.tick()
     assert cluster.answer("b") is None
     cluster.end(0, signal=9)
+    cluster.beat(2, 3)
     cluster.tick()
     assert cluster.answer("b").outcome == "done"
     assert cluster.failures() == ["", ""]
@@ -319,11 +321,18 @@ def test_a_layout_is_chosen_from_that_which_rank_0_said_last_or_a_crossing_made(
     cluster.beat(2)
     cluster.tick()
     assert cluster.asked()["arguments"]["layout"] == "tp3"
+    cluster.reply("aborted")
+    cluster.end(2)
+    cluster.tick()
+    cluster.ask("b", size=3, layout="dp3")
+    cluster.beat(3)
+    cluster.tick()
+    cluster.asked()
     cluster.reply("done")
     cluster.tick()
-    cluster.ask("b", size=2)  # rank 0 has not said it yet
+    cluster.ask("c", size=2)  # rank 0 has not said yet that it is in dp3
     cluster.tick()
-    assert cluster.asked()["arguments"]["layout"] == "tp2"
+    assert cluster.asked()["arguments"]["layout"] == "dp2"
 
 
 def test_an_agent_without_ranks_waits_for_the_others_and_ends_as_they_do(cluster) -> None:
@@ -361,3 +370,21 @@ def test_a_crossing_that_the_end_of_the_run_overtakes_is_answered(cluster) -> No
     cluster.tick()
     assert cluster.answer("a") == Answer(outcome="aborted", message="the run has ended")
     assert cluster.nodes[0].vitals.over()
+
+
+def test_answers_that_the_disk_does_not_take_are_written_when_it_does(cluster, monkeypatch) -> None:
+    full = [True]
+    write = Inbox.answer
+
+    def answer(inbox: Inbox, request_id: str, answer: Answer) -> None:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        write(inbox, request_id, answer)
+
+    monkeypatch.setattr(Inbox, "answer", answer)
+    cluster.ask("a", size=2)
+    cluster.tick()
+    assert cluster.answer("a") is None
+    full[0] = False
+    cluster.tick()
+    assert cluster.answer("a").outcome == "unchanged"

@@ -73,7 +73,7 @@ def run_agent(
     place = place_from(os.environ)
     if place.node == 0:  # whose number of ranks counts
         share(world_size, place)
-    if place.nodes > 1 and grace_seconds > TORCHRUN_SECONDS:
+    if not place.hosts_store and grace_seconds > TORCHRUN_SECONDS:
         announce(
             f"save.grace_seconds = {grace_seconds:g}, but torchrun kills what is left {TORCHRUN_SECONDS:g} s after "
             f"SIGTERM. Nearest: {TORCHRUN_SECONDS:g}."
