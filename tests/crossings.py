@@ -204,7 +204,7 @@ def expected(case):
     """The oracle's losses and states after each step, with the moving average that the members keep."""
     losses, visits = jobs.expected(case)
     kinds = [key for key in visits[0] if key[1] == "param"]
-    start = jobs.start_of(case)
+    start = jobs.beginning(case)
     average = {name: start[name].clone() for name, _ in kinds}
     for visit in visits:
         for name, _ in kinds:

@@ -67,7 +67,8 @@ def circuit(layouts, seed):
 class Case:
     """What runs: ``steps_each`` steps in each layout of ``tour``; the switches take ``modes`` in turn.
 
-    With ``after``, a visit's first step begins with that many micro-batches in the layout before.
+    With ``after``, a visit's first step begins with that many micro-batches in the layout before. With ``moved``, ranks
+    also hand back all that they held at both ends of each switch.
     """
 
     tour: tuple[str, ...]
@@ -86,6 +87,10 @@ class Case:
     schedule: str = "1f1b"
     recompute: str = "none"
     compile_with: str = ""
+    tokens: int = TOKENS
+    optimizer: str = "adamw"
+    bf16: bool = False
+    moved: bool = False
 
     @property
     def steps(self):
@@ -94,7 +99,13 @@ class Case:
     @property
     def settings(self):
         return OptimizerSettings(
-            lr=1e-3, warmup_steps=5, total_steps=self.steps, clip_norm=self.clip, exact_norm=self.exact_norm
+            name=self.optimizer,
+            lr=1e-3,
+            bf16_newton_schulz=self.bf16,
+            warmup_steps=5,
+            total_steps=self.steps,
+            clip_norm=self.clip,
+            exact_norm=self.exact_norm,
         )
 
     def job(self):
@@ -111,17 +122,13 @@ class Case:
         )
 
     def data(self):
-        tokens = np.random.default_rng(self.seed).integers(0, self.shape.vocab_size, self.samples * TOKENS + 1)
-        return Samples(tokens=tokens.astype(np.uint16), sequence=TOKENS)
+        tokens = np.random.default_rng(self.seed).integers(0, self.shape.vocab_size, self.samples * self.tokens + 1)
+        return Samples(tokens=tokens.astype(np.uint16), sequence=self.tokens)
 
 
-def tensors_of(case):
-    """The model's tensors, by the torch-free half."""
-    return catalogue(case.shape, str(master_dtype(case.compute)).removeprefix("torch."), optimizer="")
-
-
-def start_of(case):
-    """The values that the run begins with."""
+def beginning(case):
+    """The initial value of every tensor, by name."""
+    dtype = str(master_dtype(case.compute)).removeprefix("torch.")
     return {
         tensor.name: initial_box(
             case.seed,
@@ -131,34 +138,36 @@ def start_of(case):
             rule=initial_rule(tensor.name, case.shape),
             dtype=getattr(torch, tensor.states[0].dtype),
         )
-        for tensor in tensors_of(case)
+        for tensor in catalogue(case.shape, dtype, optimizer="")
     }
+
+
+def batch_of(case, step):
+    """The micro-batches of a step, as the oracle takes them."""
+    data = case.data()
+    for number in batch_ids(case.seed, step, case.micro_batches, case.samples).reshape(-1, 1):
+        inputs, targets = data.batch(number)
+        yield torch.from_numpy(number), torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
 def expected(case, *, tree=True):
     """Each step's loss, and ``{(tensor, state): value}`` at the end of each visit, by the oracle."""
-    data, start = case.data(), start_of(case)
-    kinds = {tensor.name: tensor.states[0].name for tensor in tensors_of(case)}
-
-    def batch(step):
-        ids = batch_ids(case.seed, step, case.micro_batches, case.samples)
-        for number in ids.reshape(-1, 1):
-            inputs, targets = data.batch(number)
-            yield torch.from_numpy(number), torch.from_numpy(inputs), torch.from_numpy(targets)
-
+    dtype = str(master_dtype(case.compute)).removeprefix("torch.")
+    kinds = {tensor.name: tensor.states[0].name for tensor in catalogue(case.shape, dtype, optimizer="")}
     settings = case.settings
     losses, visits = [], []
     for step, (loss, weights, moments) in enumerate(
         oracle.train(
-            start,
+            beginning(case),
             case.shape,
-            (list(batch(step)) for step in range(case.steps)),
+            (list(batch_of(case, step)) for step in range(case.steps)),
             seed=case.seed,
             rate=settings.lr,
             warmup=settings.warmup_steps,
             steps=settings.total_steps,
             clip=settings.clip_norm or float("inf"),
             tree=tree,
+            by=settings.name,
         )
     ):
         losses.append(loss)
@@ -203,7 +212,7 @@ def switcher(job, world, layout, **more):
     """A ``Switcher`` of ``job``."""
     given = {"state": {"schedule": job.scheduler}, "initial": job.initial, "names": canonical_name}
     # Our own build knows every axis.
-    given["legal"] = lambda text, _: resolve(parse_layout(text), job.shape.num_hidden_layers)
+    given["legal"] = lambda text: resolve(parse_layout(text), job.shape.num_hidden_layers)
     return Switcher(job.build, layout=layout, **given | meeting(world) | more)
 
 
@@ -250,19 +259,45 @@ class Asking:
         return asked
 
 
-def distance(world, rank, want):
-    """State by state, the largest difference between what this rank holds and its boxes of ``want``."""
-    found = {}
+def held(world, rank):
+    """``((tensor, state), box, value)`` of all that this rank holds."""
     tensors = {tensor.name: tensor for tensor in world.catalogue}
     for (name, state), value in world.values().items():
         kept = next(one for one in tensors[name].states if one.name == state)
-        box = world.ownership.state_box(tensors[name], kept, rank)
+        yield (name, state), world.ownership.state_box(tensors[name], kept, rank), value
+
+
+def distance(world, rank, want):
+    """State by state, the largest difference between what this rank holds and its boxes of ``want``."""
+    found = {}
+    for (name, state), box, value in held(world, rank):
         whole_value = want[name, state]
         part = whole_value[within(box, whole(tuple(whole_value.shape)))]
         assert (part.shape, part.dtype) == (value.shape, value.dtype)
         apart = (part - value).abs().max().item() if value.numel() else 0.0
         found[state] = max(found.get(state, 0.0), float("inf") if apart != apart else apart)  # noqa: PLR0124 - NaN
     return found
+
+
+class Ends:
+    """What one rank holds at the end of each visit, and again as its next step begins in another layout."""
+
+    def __init__(self, sw, rank):
+        self.sw, self.rank, self.found, self.left = sw, rank, [], None
+        self.world, self.parts = sw.world, sw.step_parts
+        sw.step_parts = self.step_parts
+
+    def copied(self):
+        return {key: (box, value.detach().clone().numpy()) for key, box, value in held(self.sw.world, self.rank)}
+
+    def leave(self):
+        self.left = self.copied()
+
+    def step_parts(self, num_micro_batches):
+        if self.sw.world is not self.world:
+            self.found.append((self.left, self.copied()))
+            self.world = self.sw.world
+        yield from self.parts(num_micro_batches)
 
 
 def _train(case, visits, world):
@@ -273,12 +308,17 @@ def _train(case, visits, world):
         mode = case.modes[number % len(case.modes)]
         sw.request(layout, mode=mode, at=number * case.steps_each, after=case.after)
     steps, apart, places = [], [], []
+    ends = Ends(sw, world.rank) if case.moved else None
 
     def after(result):
         steps.append((result.step, result.loss, result.grad_norm, result.lr, result.ids.tolist(), data.take()))
         places.append(sw.world.layout)
         if result.step % case.steps_each == case.steps_each - 1:
-            apart.append(distance(sw.world, world.rank, visits[result.step // case.steps_each]))
+            if visits:
+                apart.append(distance(sw.world, world.rank, visits[result.step // case.steps_each]))
+            if ends:
+                ends.leave()
 
     Trainer(job, data, sw, after).run(case.steps)
-    return {"steps": steps, "apart": apart, "layouts": places, "switches": books.switches}
+    moved = ends.found if ends else []
+    return {"steps": steps, "apart": apart, "layouts": places, "switches": books.switches, "moved": moved}

@@ -1,9 +1,11 @@
 """Counts that owe nothing to the code they check: bytes on the wire, memory that is alive, process groups."""
 
 import weakref
+from collections import Counter
 
 import torch
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,6 +34,42 @@ class CountingTransport:
         self.inner.close()
 
 
+class Messages(TorchDispatchMode):
+    """Counts what operations of this thread send over process groups of more than one rank, backward passes too.
+
+    Attributes:
+        calls: ``{(name of the group, kind): number}``; DTensor's own calls have torch's functional names.
+        sent: bytes of the same, as they are handed over: what goes to this rank itself counts, what is received not.
+        largest: most bytes of a storage that an operation gave.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.sent, self.largest = Counter(), Counter(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # so that what it does inside is seen
+        if func.namespace in {"c10d", "_c10d_functional"}:
+            self._count(func.__name__.split(".")[0], args)
+        found = func(*args, **kwargs or {})
+        if isinstance(found, torch.Tensor):
+            self.largest = max(self.largest, found.untyped_storage().nbytes())
+        return found
+
+    def _count(self, kind, args):
+        boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject)]  # behind the group, the kind of a sum
+        if not boxed and not isinstance(args[-1], str):
+            return  # a wait
+        group = ProcessGroup.unbox(boxed[0]) if boxed else c10d._resolve_process_group(args[-1])
+        if group.size() > 1:
+            key = group.group_name, kind
+            self.calls[key] += 1
+            into_first = kind in {"alltoall_base_", "_allgather_base_", "_reduce_scatter_base_"}
+            sent = () if kind == "recv_" else args[1] if into_first else args[0]
+            self.sent[key] += sum(tensor.nbytes for tensor in tree_leaves(sent))
+
+
 class Alive(TorchDispatchMode):
     """Sums up every storage that operations of this thread touch, for as long as it lives.
 
@@ -50,7 +88,11 @@ class Alive(TorchDispatchMode):
         if fresh:  # else nothing has grown
             self.storages |= {storage._cdata: weakref.ref(storage) for storage in fresh}
             self.born += [(storage._cdata, storage.nbytes()) for storage in fresh]
-            self.peak = max(self.peak, sum(storage.nbytes() for key in self.storages if (storage := self._get(key))))
+            self.peak = max(self.peak, self.held())
+
+    def held(self):
+        """Bytes alive now."""
+        return sum(storage.nbytes() for key in self.storages if (storage := self._get(key)))
 
     def largest(self, pieces):
         """Bytes of the largest storage that was made meanwhile and is none of ``pieces``."""

@@ -8,7 +8,7 @@ import math
 from functools import partial
 
 import torch
-from tests import oracle_experts
+from tests import oracle_experts, oracle_optimizers
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own pages use
 
 
@@ -91,29 +91,47 @@ def total(parts, tree):
     return held[0][1]
 
 
-def train(weights, shape, batches, *, seed, rate, warmup, steps, decay=0.1, betas=(0.9, 0.95), clip=1.0, tree=True):
-    """After each batch of steps 0, 1, ...: loss, weights and moments, live. The cosine reaches 0.1 at ``steps``."""
+def differentiated(w, held, shape, batch, run, tree=True):
+    """Of one batch: its loss, the gradients of the weights ``w``, and what routers counted. ``held`` is not trained."""
+    tokens, parts, routed = sum(targets.numel() for _, _, targets in batch), [], []
+    for samples, inputs, targets in batch:
+        out = logits(w | held, shape, samples, inputs, run, beside := []).flatten(0, 1)
+        loss = F.cross_entropy(out, targets.flatten(), reduction="sum") / tokens
+        more = sum(balance for _, _, balance in beside) / tokens  # differentiated, and not told
+        parts.append([loss.detach(), *torch.autograd.grad(loss + more, list(w.values()))])
+        routed += [(name, counts) for name, counts, _ in beside]
+    loss, *gradients = total(parts, tree)
+    return loss, gradients, routed
+
+
+def norm_of(gradients):
+    """Of all gradients together."""
+    return math.sqrt(torch.cat([g.double().square().reshape(len(g), -1).sum(1) for g in gradients]).sum())
+
+
+def split(weights):
+    """The weights that are trained, as leaves, and what is not; copies."""
     learnt = {n for n in weights if not n.endswith(("correction_bias", "tokens_per_expert"))}
     held = {n: v.clone() for n, v in weights.items() if n not in learnt}
-    w = {n: v.clone().requires_grad_() for n, v in weights.items() if n in learnt}
-    groups = [
-        {"params": [v for v in w.values() if (v.ndim > 1) == m], "weight_decay": decay * m} for m in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=betas)  # vectors, the norms' weights, do not decay
+    return {n: v.clone().requires_grad_() for n, v in weights.items() if n in learnt}, held
+
+
+def train(
+    weights, shape, batches, *, seed, rate, warmup, steps, decay=0.1, betas=(0.9, 0.95), clip=1.0, tree=True, by="adamw"
+):
+    """After each batch of steps 0, 1, ...: loss, weights and moments, live. The cosine reaches 0.1 at ``steps``."""
+    w, held = split(weights)
+    optimizers = oracle_optimizers.make(by, w, decay=decay, betas=betas)
     for step, batch in enumerate(batches):
-        tokens, parts, routed = sum(targets.numel() for _, _, targets in batch), [], []
-        for samples, inputs, targets in batch:
-            out = logits(w | held, shape, samples, inputs, f"{seed}/{step}", beside := []).flatten(0, 1)
-            loss = F.cross_entropy(out, targets.flatten(), reduction="sum") / tokens
-            more = sum(balance for _, _, balance in beside) / tokens  # differentiated, and not told
-            parts.append([loss.detach(), *torch.autograd.grad(loss + more, list(w.values()))])
-            routed += [(name, counts) for name, counts, _ in beside]
-        loss, *gradients = total(parts, tree)
-        norm = math.sqrt(torch.cat([g.double().square().reshape(len(g), -1).sum(1) for g in gradients]).sum())
+        loss, gradients, routed = differentiated(w, held, shape, batch, f"{seed}/{step}", tree)
+        norm = norm_of(gradients)
         for value, gradient in zip(w.values(), gradients, strict=True):
             value.grad = gradient * min(1.0, clip / (norm + 1e-6))
         cosine = (1 + math.cos(math.pi * min(1.0, max(0, step - warmup) / max(1, steps - warmup)))) / 2
-        groups[0]["lr"] = groups[1]["lr"] = rate * min(1.0, (step + 1) / max(1, warmup)) * (0.1 + 0.9 * cosine)
-        optimizer.step()
+        for one in optimizers:
+            for group in one.param_groups:
+                group["lr"] = rate * min(1.0, (step + 1) / max(1, warmup)) * (0.1 + 0.9 * cosine)
+            one.step()
         oracle_experts.balance(held, routed)
-        yield loss.item(), held | {n: v.detach() for n, v in w.items()}, {n: optimizer.state[v] for n, v in w.items()}
+        moments = {n: next(one.state[v] for one in optimizers if v in one.state) for n, v in w.items()}
+        yield loss.item(), held | {n: v.detach() for n, v in w.items()}, moments

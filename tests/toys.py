@@ -5,20 +5,17 @@ Every choice is made by ``pick(options)``: ``random.Random(seed).choice`` for te
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
 from dynatrain.layout.layout import AXES, Layout
 from dynatrain.layout.legality import ModelLimits, problems
+from dynatrain.space.optimizers import OPTIMIZERS, beside, is_hidden_matrix
 from dynatrain.space.tensor import FIRST, LAST, Catalogue, State, Tensor
 
-STATES = (
-    State("param", "float32"),
-    State("exp_avg", "float32"),
-    State("exp_avg_sq", "float64"),
-    State("step", "float32", scalar=True),
-)
+WORLDS = (*range(1, 17), 4, 8, 8, 12, 16, 16)
+PARAM = (State("param", "float32"),)
 ROWS = (("tp", 0), ("fsdp", 0))
 COLUMNS = (("tp", 1), ("fsdp", 0))
 SHARDED = (("fsdp", 0),)
@@ -28,7 +25,11 @@ IN = (("ep", 0), ("etp", 2), ("efsdp", 0))
 
 @dataclass(frozen=True, kw_only=True)
 class Toy:
-    """Sizes of a toy decoder; ``experts`` is 0 for a dense one, ``dense`` its first layers without experts."""
+    """Sizes of a toy decoder, and what trains it.
+
+    ``experts`` is 0 for a dense one, ``dense`` its first layers without experts. ``optimizer`` has the hidden matrices,
+    ``rest`` all others; ``block`` is how many elements share a scale, so few that rows have several.
+    """
 
     layers: int
     heads: int
@@ -41,6 +42,9 @@ class Toy:
     experts: int
     expert_inner: int
     dense: int
+    optimizer: str
+    rest: str
+    block: int
 
     @property
     def limits(self) -> ModelLimits:
@@ -61,38 +65,51 @@ def picked(draw):
     return lambda options: draw(st.sampled_from(list(options)))
 
 
-def toy(pick) -> Toy:
-    heads = pick((2, 4, 6, 8, 12, 12))
+def toy(pick, ways=None) -> Toy:
+    """A random one; with ``ways`` 5 or 7 its sizes are of that kind, so that such worlds can cut it."""
+    ways = ways or pick((*(1,) * 10, 5, 7))
+    heads = ways * pick((1, 2, 2)) if ways > 1 else pick((2, 4, 6, 8, 12, 12))
+    optimizer = pick(tuple(OPTIMIZERS))
     return Toy(
         layers=pick((1, 2, 4, 4, 5, 6, 7, 8)),
         heads=heads,
-        kv_heads=pick([n for n in (1, 2, 3, 4, 8) if heads % n == 0]),
+        kv_heads=pick([n for n in (1, 2, 3, 4, 5, 7, 8) if heads % n == 0]),
         head=pick((1, 2, 3)),
-        width=pick((7, 12, 12, 16, 20, 24, 24, 24)),
-        inner=pick((5, 12, 12, 16, 18, 24, 24, 24)),
+        width=ways * pick((2, 3, 4)) if ways > 1 else pick((7, 12, 12, 16, 20, 24, 24, 24)),
+        inner=ways * pick((1, 2, 2)) if ways > 1 else pick((5, 12, 12, 16, 18, 24, 24, 24)),
         vocabulary=pick((5, 11, 13, 17, 24)),
         tied=pick((False, True)),
-        experts=pick((0, 2, 3, 4, 6, 8, 8)),
-        expert_inner=pick((2, 3, 4, 6, 8, 12)),
+        experts=pick((0, ways, 2 * ways, 2 * ways)) if ways > 1 else pick((0, 2, 3, 4, 6, 8, 8)),
+        expert_inner=ways * pick((1, 2, 2)) if ways > 1 else pick((2, 3, 4, 6, 8, 12)),
         dense=pick((0, 0, 1)),
+        optimizer=optimizer,
+        rest=pick((optimizer, optimizer, *OPTIMIZERS)),
+        block=pick((3, 5, 7)),
     )
 
 
-def catalogue(of: Toy, states: tuple[State, ...] = STATES) -> Catalogue:
-    """All tensors, with global layer and expert numbers."""
+def catalogue(of: Toy) -> Catalogue:
+    """All tensors, with global layer and expert numbers, and what the optimizers keep beside them."""
     anchors = (FIRST, LAST) if of.tied else (FIRST,)
-    tensors = [Tensor("embed", (of.vocabulary, of.width), ROWS, anchors, states, "embedding")]
+    tensors = [Tensor("embed_tokens.weight", (of.vocabulary, of.width), ROWS, anchors, PARAM, "embedding")]
     for layer in range(of.layers):
         unit = f"layers.{layer}"
         tensors += [
-            Tensor(f"{unit}.{name}", shape, cuts, (layer,), states, unit) for name, shape, cuts in _block(of, layer)
+            Tensor(f"{unit}.{name}", shape, cuts, (layer,), PARAM, unit) for name, shape, cuts in _block(of, layer)
         ]
         if of.experts and layer >= of.dense:
-            tensors.append(Tensor(f"{unit}.bias", (of.experts,), (), (layer,), states[:1], unit))
-    tensors.append(Tensor("norm", (of.width,), SHARDED, (LAST,), states[:2], "head"))
+            tensors.append(Tensor(f"{unit}.bias", (of.experts,), (), (layer,), (State("buffer", "float32"),), unit))
+    tensors.append(Tensor("norm.weight", (of.width,), SHARDED, (LAST,), PARAM, "head"))
     if not of.tied:
-        tensors.append(Tensor("head", (of.vocabulary, of.width), ROWS, (LAST,), states, "head"))
-    return tuple(tensors)
+        tensors.append(Tensor("lm_head.weight", (of.vocabulary, of.width), ROWS, (LAST,), PARAM, "head"))
+    return beside(tuple(tensors), lambda *given: _kept(of, *given))
+
+
+def _kept(of: Toy, name: str, shape: tuple[int, ...], dtype: str) -> tuple[State, ...]:
+    """What the product's schemas say, in blocks of a toy's size."""
+    whose = of.optimizer if is_hidden_matrix(name, shape) else of.rest
+    found = OPTIMIZERS[whose](name, shape, dtype)
+    return tuple(replace(state, block=of.block) if state.block else state for state in found)
 
 
 def _block(of: Toy, layer: int):
@@ -121,7 +138,7 @@ def layout(pick, of: Toy, world: int) -> Layout:
         if sizes[axis] > 1:
             continue
         fitting = [size for size in _divisors(room) if not problems(_plain(sizes | {axis: size}, names), of.limits)]
-        sizes[axis] = pick(fitting)
+        sizes[axis] = pick(_mostly_over_1(fitting) if room == world else fitting)
         room //= sizes[axis]
     sizes[pick(("dp", "fsdp"))] *= room
     pinned = shuffled(pick, range(world)) if pick((True, False, False)) else ()
@@ -142,9 +159,8 @@ def layout(pick, of: Toy, world: int) -> Layout:
 
 def pair(pick, of: Toy) -> tuple[Layout, Layout]:
     """Two layouts, half of the time of the same number of ranks."""
-    worlds = (*range(1, 17), 4, 8, 8, 12, 16, 16)
-    world = pick(worlds)
-    other = pick((world, world, pick(worlds)))
+    world = pick(WORLDS)
+    other = pick((world, world, pick(WORLDS)))
     return layout(pick, of, world), layout(pick, of, other)
 
 
@@ -169,7 +185,7 @@ def _pipeline(pick, of: Toy, sizes):
     if pp == 1:
         return {"chunks": 1, "schedule": "", "stages": ()}
     chunks = pick([n for n in (1, 2, 2, 3) if pp * n <= of.layers] or [1])
-    schedule = pick(("", "zb", "zbv") if chunks == 2 else ("", "zb"))
+    schedule = pick(("", "zb", "zbv", "zbv") if chunks == 2 else ("", "zb"))
     stages = ()
     if pick((False, True)):
         edges = sorted(shuffled(pick, range(1, of.layers))[: pp * chunks - 1])
@@ -185,8 +201,14 @@ def _experts(pick, of: Toy, sizes):
     if not of.experts:
         return {"ep": 1, "etp": 1}
     inner = sizes["fsdp"] * sizes["cp"] * sizes["tp"]
-    ep = pick([size for size in _divisors(inner) if of.experts % size == 0])
-    return {"ep": ep, "etp": pick([size for size in _divisors(inner // ep) if of.expert_inner % size == 0])}
+    ep = pick(_mostly_over_1(size for size in _divisors(inner) if of.experts % size == 0))
+    etp = pick(_mostly_over_1(size for size in _divisors(inner // ep) if of.expert_inner % size == 0))
+    return {"ep": ep, "etp": etp}
+
+
+def _mostly_over_1(sizes):
+    first, *more = sizes
+    return [first, *more, *more, *more]
 
 
 def _divisors(number: int) -> list[int]:

@@ -62,6 +62,7 @@ def test_compiled_blocks_are_the_oracles_under_every_other_axis(backend):
     for shape, tour, recompute in (
         (small_shape(), ("fsdp2", "pp2", "cp2-ring"), "full"),
         (experts, ("fsdp2.ep2", "dp2", "cp2"), "none"),
+        (small_shape(num_hidden_layers=4), ("pp2v2", "pp2-zb", "pp2v2-zbv"), "full"),
     ):
         case = Case(tour=tour, size=2, shape=shape, steps_each=2, compile_with=backend, recompute=recompute)
         assert max(furthest(case)) <= 1e-12

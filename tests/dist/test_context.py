@@ -1,14 +1,13 @@
 """Attention over ranks that share a sequence equals attention of one process, forward and backward."""
 
 import math
-from collections import Counter
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.dist.foreign import everywhere
-from torch.utils._python_dispatch import TorchDispatchMode
+from tests.ledgers import Messages
 
 from dynatrain.models import attend, blocks, context, ring
 from dynatrain.models.context import WAYS, attend_over
@@ -125,35 +124,16 @@ def test_low_precision_is_rounded_once_however_many_blocks_are_merged(dtype):
     assert max(map(max, everywhere(4, work))) <= 1.01
 
 
-class Watch(TorchDispatchMode):
-    """Counts calls of ``torch.distributed`` by kind and what they send; keeps the most elements of a tensor made."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.sent, self.largest = Counter(), 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            kind = func.__name__.split(".")[0]
-            self.calls[kind] += 1
-            if kind != "recv_":
-                self.sent += (args[0][0] if kind == "send" else args[1]).numel()
-        out = func(*args, **kwargs or {})
-        if isinstance(out, torch.Tensor):
-            self.largest = max(self.largest, out.untyped_storage().nbytes() // out.itemsize)
-        return out
-
-
 def test_a_ring_takes_so_many_queries_at_once_that_scores_stay_small(monkeypatch):
     monkeypatch.setattr(ring, "ROWS", 5)
     expected, chunk = plain(*operands(4), packed=True), 64
 
     def work(world):
         share, group = groups(world)[2]
-        with Watch() as watch:
+        with Messages() as seen:
             long = torch.randn(1, 2 * chunk, 2, 4, requires_grad=True)
             attend_over("ring", share, group)(long, long, long, None).sum().backward()
-        assert watch.largest < chunk * chunk
+        assert seen.largest < chunk * chunk * long.itemsize
         return apart(shared("ring", share, group, 4, packed=True), [share.of(x) for x in expected])
 
     assert max(everywhere(4, work)) < 1e-12
@@ -168,9 +148,10 @@ def test_kinds_and_sizes_of_communication_and_what_a_rank_holds():
         found = {}
         for way, heads in (("gather", 2), ("ring", 2), ("ulysses", 4)):
             q, k, v = (torch.randn(1, local, heads, size, requires_grad=True) for _ in range(3))
-            with Watch() as watch:
+            with Messages() as seen:
                 attend_over(way, share, group)(q, k, v, None).sum().backward()
-            found[way] = (dict(watch.calls), watch.sent, watch.largest)
+            kinds = {kind: count for (_, kind), count in seen.calls.items()}
+            found[way] = (kinds, seen.sent.total() // q.itemsize, seen.largest // q.itemsize)
         return found
 
     both = local * 2 * 2 * size  # keys and values of a rank

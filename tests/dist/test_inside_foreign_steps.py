@@ -58,3 +58,22 @@ def test_gradients_in_grad_go_on_in_the_new_layout_and_come_back_from_an_aborted
         assert walked == [(step, part) for step in range(STEPS) for part in parts.get(step, [range(8)])]
         for name, value in right.items():
             assert (found[name] - value).abs().max() <= 1e-12
+
+
+def test_gradients_that_are_not_reduced_yet_are_refused_by_name_and_the_step_goes_on():
+    def work(world):
+        sw = switcher(world, build_net, "fsdp2", data_parallel="free", recorder=(books := Books()))
+        sw.request("dp2", at=1, after=1)
+        for step in sw.steps(until=3):
+            for part in sw.step_parts(2):
+                sw.model.set_requires_gradient_sync(part.stop == 2)
+                inputs, targets = batch(step, world.rank)
+                functional.mse_loss(sw.model(inputs), targets).backward()
+            sw.optimizer.step()
+            sw.optimizer.zero_grad()
+        return books.ends, sw.layout.size("fsdp")
+
+    for ((_, outcome, reason),), size in everywhere(2, work):
+        assert (outcome, size) == ("aborted", 2)
+        assert "inside.weight" in reason
+        assert "the gradient after this part of the step is not reduced" in reason

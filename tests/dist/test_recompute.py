@@ -1,5 +1,7 @@
 """A run that computes its blocks' forward again in backward is the run that keeps everything."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.dist.test_same_numbers import furthest
@@ -11,13 +13,19 @@ from dynatrain.layout.text import parse_layout
 from dynatrain.train.trainer import Trainer
 
 DENSE = small_shape(num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+FOUR = replace(DENSE, num_hidden_layers=4)
+EXPERTS4 = latent_shape(num_hidden_layers=4, router_aux_loss_coef=0.1)
 EXPERTS = latent_shape(router_aux_loss_coef=0.1)
 SHORT = {
     "dense": (DENSE, ("fsdp2.tp2-sp", "pp2.cp2-ring"), "selective"),
     "experts": (EXPERTS, ("fsdp2.ep2", "tp2-sp.etp2"), "selective"),
+    "halves": (FOUR, ("pp2v2-zbv",), "selective"),
 }
 LONG = {
     "dense, all": (DENSE, ("tp4", "fsdp2.cp2-ring", "pp2.cp2-ulysses", "cp4", "dp2.fsdp2-z2"), "full"),
+    "halves, all": (FOUR, ("pp2v2.fsdp2", "pp2v2-zbv.fsdp2-z2", "pp2-zb.fsdp2-z1", "pp2v2-zb.tp2-sp"), "full"),
+    "halves, some": (FOUR, ("pp2v2.tp2", "pp2v2-zbv.tp2-sp", "pp2-zb.cp2-ring-z2", "pp2v2-zb.fsdp2-z2"), "selective"),
+    "halves of experts": (EXPERTS4, ("pp2-zb.fsdp2-z2.ep2", "pp2v2-zbv.dp2"), "selective"),
     "experts, all": (EXPERTS, ("cp2.tp2.ep4", "fsdp4.ep2"), "full"),
     "experts, some": (EXPERTS, ("fsdp4.ep2", "cp2.tp2.ep4", "pp2.fsdp2.ep2", "fsdp2.tp2.etp2"), "selective"),
 }

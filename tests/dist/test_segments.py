@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 from dynatrain.observe.checkpoints import newest
+from dynatrain.plan.storage import storage
 from dynatrain.space.box import within
 from dynatrain.train import attempt as attempts
 from dynatrain.train.live import UnplacedTensorError
@@ -123,16 +124,30 @@ def fill(sw, *, params_only=False):
 
 def padding(sw):
     """This rank's rows of the head that are nobody's, of every state of its shape."""
-    entry = sw.world.found["head.weight"]
-    if not entry.slots:
+    entry = sw.world.found.get("head.weight")
+    if entry is None or not entry.slots:
         return []
     value, slot = entry.value, entry.slots[0]
     held = [value, *(v for v in sw.optimizer.state[value].values() if v.ndim)]
     return [local_tensor(one)[slot.rows :] for one in held if local_tensor(one).numel()]
 
 
+def micro_batch(sw, number):
+    """Forward and backward of this data rank's rows; its loss."""
+    share = sw.layout.data_ranks
+    inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+    targets = torch.arange(number, number + 4) % WORDS
+    mine = sw.world.mesh["dp", "fsdp"].get_coordinate()
+    at = mine[0] * sw.layout.size("fsdp") + mine[1]
+    rows = slice(at * 4 // share, (at + 1) * 4 // share)
+    logits = sw.model(inputs[rows])
+    loss = functional.cross_entropy(logits.full_tensor() if isinstance(logits, DTensor) else logits, targets[rows])
+    (loss / 2).backward()
+    return loss.detach()
+
+
 def trained(world, make, tour, mode="keep", *, settings=None):
-    """Losses, the whole state at the end, and how the switches ended, of a real loop over one global batch."""
+    """Losses, the whole state at the end, and how the switches ended, of a real loop over two micro-batches a step."""
     sw = switcher(
         world,
         make,
@@ -146,20 +161,14 @@ def trained(world, make, tour, mode="keep", *, settings=None):
     fill(sw, params_only=True)
     losses = []
     for step in sw.steps(until=12):
-        share = sw.layout.data_ranks
-        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        targets = torch.arange(step, step + 4) % WORDS
-        mine = sw.world.mesh["dp", "fsdp"].get_coordinate()
-        at = mine[0] * sw.layout.size("fsdp") + mine[1]
-        rows = slice(at * 4 // share, (at + 1) * 4 // share)
-        logits = sw.model(inputs[rows])
-        loss = functional.cross_entropy(logits.full_tensor() if isinstance(logits, DTensor) else logits, targets[rows])
-        loss.backward()
+        total = torch.zeros((), dtype=torch.float64)
+        for part in sw.step_parts(2):
+            for number in part:
+                total += micro_batch(sw, 2 * step + number)
         sw.optimizer.step()
         sw.optimizer.zero_grad()
-        total = loss.detach().clone()
         dist.all_reduce(total)
-        losses.append(total.item() / 4)
+        losses.append(total.item() / 8)
         assert not any(rest.any() for rest in padding(sw))
     return losses, whole(sw), [end[:2] for end in books.ends]
 
@@ -171,7 +180,9 @@ def plain():
 
 @pytest.mark.parametrize("mode", ["keep", pytest.param("tight", marks=pytest.mark.sweep)])
 def test_a_fused_and_padded_model_trains_through_switches_as_the_plain_one(plain, mode):
-    found = everywhere(4, lambda world: trained(world, build, TOUR, mode, settings=DECLARED), 120)
+    """The second switch comes inside its step."""
+    settings = DECLARED | {"inside": {6: 1}}
+    found = everywhere(4, lambda world: trained(world, build, TOUR, mode, settings=settings), 120)
     for (losses, state, ends), (expected, kept, _) in zip(found, plain, strict=True):
         assert ends == [(layout, "committed") for layout in TOUR.values()]
         assert losses == pytest.approx(expected, rel=0, abs=1e-12)
@@ -198,9 +209,10 @@ def misread(patch, fault):
     """From now on every world that holds what arrived reads some of its slots as ``fault`` has them."""
     bound = attempts.bind
 
-    def bind(party, old, new, pieces):
-        bound(party, old, new, pieces)
+    def bind(party, old, new, *given):
+        names = bound(party, old, new, *given)
         new.where |= {name: (new.where[name][0], slot) for name, slot in fault(new.found).items()}
+        return names
 
     patch.setattr(attempts, "bind", bind)
 
@@ -232,7 +244,8 @@ def test_there_and_back_moves_every_bit_and_nothing_of_the_padding(mode):
             seen.append((until_ended(sw, books), same(first, whole(sw)), [bool(rest.any()) for rest in padding(sw)]))
         held = sw._party.memory.held
         distinct = {p.storage.data_ptr(): p.nbytes for p in sw.world.pieces(world.rank, torch.device("cpu")).values()}
-        return seen, held == sum(distinct.values())
+        table = storage(sw.world.catalogue, sw.world.ownership, sw.world.ownership)
+        return seen, held == sum(distinct.values()) == table.old[world.rank]
 
     for (aborted, *seen), counted in everywhere(4, work):
         assert counted
@@ -312,7 +325,7 @@ def test_what_is_not_as_declared_is_refused_at_start_by_name():
 
     said = everywhere(1, work)[0]
     expected = (
-        "mix.qkv.weight has shape (20, 6), its segments have 16 rows along dim 0; mix.qkv.bias has shape (20,)",
+        "mix.qkv.weight has shape (20, 6), its segments have 16 rows along one dim; mix.qkv.bias has shape (20,)",
         "share the names down.bias, down.weight",
         "gate_up.weight falls under gate_up and gate_up; declare it once",
         "gate.weight has 10 rows, which are not 3 equal heads",

@@ -1,5 +1,6 @@
 """What a switch could not carry is refused by name: at the start where it can be known, else at the switch."""
 
+import time
 from dataclasses import replace
 
 import torch
@@ -186,6 +187,39 @@ def test_what_cannot_be_switched_is_refused_at_the_start_by_name():
         assert missing(said) == {}
         assert "'thing' cannot be a label" in said["a label twice"]
         assert "1 data ranks" in said["a request"]
+
+
+def test_what_one_rank_alone_refuses_ends_the_start_on_all_of_them_at_once_and_names_it():
+    def one_odd(net, mesh):
+        if dist.get_rank() == 1:
+            split_by_hand(net, mesh)
+
+    class Fussy(Scaler):
+        def load_state_dict(self, state):
+            if dist.get_rank() == 1:
+                raise RuntimeError("no room here")
+            super().load_state_dict(state)
+
+    def work(world):
+        began, said = time.monotonic(), {}
+        for name, build in (("a shard", with_net(one_odd)), ("a build", with_net(one_memory))):
+            said[name] = refusal(lambda n=name, b=build: switcher(world, b, "fsdp2", name=n))
+        sw = switcher(world, build_net, "fsdp2", name="late")
+        said["an object"] = refusal(lambda: sw.register("thing", Fussy()))
+        return said, time.monotonic() - began
+
+    def one_memory(net, mesh):
+        if dist.get_rank() == 1:
+            share_memory(net, mesh)
+
+    (first, took), (second, _) = everywhere(2, work)
+    assert first == second
+    assert took < 10  # the deadline is 15 s each
+    assert first["a shard"].startswith("rank 1: UnplacedTensorError: extra.odd: rank 1 holds (9, 2) of (10, 2)")
+    assert first["a build"].startswith("rank 1: UnplacedTensorError: ")
+    assert "shares its storage" in first["a build"]
+    assert "rank 1" in first["an object"]
+    assert "no room here" in first["an object"]
 
 
 def test_a_loop_that_shares_one_batch_or_normalises_itself_may_change_its_data_ranks():

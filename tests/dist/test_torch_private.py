@@ -17,9 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dynatrain.train import torch_private
 from dynatrain.train.torch_private import (
+    Lasting,
     adopt_padded,
     clear_dtensor_caches,
     default_store,
@@ -34,6 +36,7 @@ from dynatrain.train.torch_private import (
     share_shard,
     swap_default,
     takes_means,
+    unreduced,
     without_modes,
 )
 
@@ -236,6 +239,20 @@ def load(net, flat):
     net.load_state_dict({"weight": nn.Parameter(value)}, assign=True)
 
 
+def test_unreduced():
+    def work(_world):
+        net = five_rows(init_device_mesh("cpu", (2,)))
+        load(net, torch.ones(12))
+        seen = []
+        for reduced in (False, True):
+            net.set_requires_gradient_sync(reduced)
+            net(torch.ones(1, 4)).sum().backward()
+            seen.append((unreduced(net) == {id(net.weight)}, net.weight.grad is None))
+        return seen
+
+    assert everywhere(2, work) == [[(True, True), (False, False)]] * 2
+
+
 def test_padded_numels():
     def work(_world):
         net = five_rows(init_device_mesh("cpu", (2,)))
@@ -304,6 +321,40 @@ def test_without_modes():
         assert not seen.calls
         torch.ones(2)
         assert seen.calls
+
+
+def test_lasting():
+    """Two backwards through one selective checkpoint compute no product again; torch's own context refuses that."""
+    mm = torch.ops.aten.mm.default
+
+    def keep(_context, op, *_args, **_options):
+        return CheckpointPolicy.MUST_SAVE if op is mm else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def gradients(lasting):
+        x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+        def contexts():
+            forward, again = create_selective_checkpoint_contexts(keep)
+            return forward, Lasting(again) if lasting else again
+
+        run = checkpoint(lambda x: (x.exp() @ w).sin() @ w, x, use_reentrant=False, context_fn=contexts)
+        with Seen() as seen:
+            halves = [torch.autograd.grad(run.sum(), leaf, retain_graph=True)[0] for leaf in (x, w)]
+        return seen.mm, [*halves, *torch.autograd.grad(((x.exp() @ w).sin() @ w).sum(), (x, w))]
+
+    class Seen(TorchDispatchMode):
+        mm = 0
+
+        def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
+            self.mm += func is mm
+            return func(*args, **(kwargs or {}))
+
+    products, (dx, dw, *expected) = gradients(lasting=True)
+    assert torch.equal(dx, expected[0])
+    assert torch.equal(dw, expected[1])
+    assert products == 2 + 3  # those of two gradients: forward's own none
+    with pytest.raises(RuntimeError, match="backward an extra time"):
+        gradients(lasting=False)
 
 
 def test_clear_dtensor_caches():

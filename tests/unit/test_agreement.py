@@ -5,7 +5,14 @@ import time
 from tests.boards import together
 
 from dynatrain.cluster.board import Board
-from dynatrain.train.agreement import HEAR_SECONDS, Objection, SwitchAbortedError, exchange
+from dynatrain.train.agreement import (
+    HEAR_SECONDS,
+    Objection,
+    StartRefusedError,
+    SwitchAbortedError,
+    exchange,
+    on_every_rank,
+)
 
 
 def asked(board, topic, rank, *, payload=None, objection=None, timeout=5.0):
@@ -93,3 +100,27 @@ def test_where_all_merely_saw_it_the_one_that_says_nothing_is_the_cause(connect)
 def test_what_all_say_alike_is_said_once_without_names(connect):
     found = together(3, connect, lambda board, rank: asked(board, "q", rank, objection=Objection(why="no memory")))
     assert found == [(None, "no memory", False)] * 3
+
+
+def started(board, rank, failing, words="odd"):
+    """What came of a beginning in which the ``failing`` ranks refuse: the result, or the error's type and text."""
+
+    def work():
+        if rank in failing:
+            raise LookupError(words)
+        return rank * 10
+
+    try:
+        return on_every_rank(board, "start", rank, work, timeout=5.0)
+    except (LookupError, StartRefusedError) as error:
+        return type(error), str(error)
+
+
+def test_what_one_rank_refuses_ends_the_start_on_all_with_one_text_and_what_all_refuse_keeps_its_type(connect):
+    assert together(3, connect, lambda board, rank: started(board, rank, ())) == [0, 10, 20]
+    said = (StartRefusedError, "rank 1: LookupError: odd")
+    assert together(3, connect, lambda board, rank: started(board, rank, (1,))) == [said] * 3
+    assert together(3, connect, lambda board, rank: started(board, rank, (0, 1, 2))) == [(LookupError, "odd")] * 3
+    differing = together(2, connect, lambda board, rank: started(board, rank, (0, 1), f"odd {rank}"))
+    assert differing == [(StartRefusedError, "rank 0: LookupError: odd 0; rank 1: LookupError: odd 1")] * 2
+    assert together(1, connect, lambda board, rank: started(board, rank, (0,))) == [(LookupError, "odd")]

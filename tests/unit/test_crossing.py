@@ -42,7 +42,9 @@ TOLD = Announcement(
     order=ORDER,
     old=(0, 1),
     catalogue=(Tensor("a.weight", (6, 4), (("tp2", 1), ("fsdp", 0)), (0,), STATES, "a", within="ab"),),
-    ownership=Ownership(parse_layout("tp2"), {"a.weight": Placement((("tp", 1),), (0,), spans=((0, 4, 0), (4, 6, 2)))}),
+    ownership=Ownership(
+        parse_layout("tp2"), {"a.weight": Placement((("tp", 1),), (0,), spans=((0, 4, 4, 0), (4, 6, 2, 2)))}
+    ),
     forms={"ema.shadow": Form("ema", ("shadow",), "", canonical=True, plain=False)},
     seconds=1.5,
 )
@@ -104,7 +106,6 @@ def test_an_account_is_read_as_it_was_told_and_what_could_not_be_read_is_named()
         step=4,
         layout="dp1",
         common={"ema": {"taken": 3, "scale": torch.tensor(2.0)}},
-        extra={},
         groups=[{"lr": 0.1, "params": ["a"]}],
         streams=Streams.read(torch.device("cpu")).state(),
     )
@@ -113,9 +114,7 @@ def test_an_account_is_read_as_it_was_told_and_what_could_not_be_read_is_named()
     assert (read.step, read.common, read.groups) == (4, account.common, account.groups)
     assert Streams.of(read.streams).same(Streams.of(account.streams))
     with pytest.raises(ValueError, match="the state of odd could not be read back"):
-        Account(
-            step=0, layout="", common={"odd": {"thing": Wishes}}, extra={}, groups=[], streams={}
-        ).require_readable()
+        Account(step=0, layout="", common={"odd": {"thing": Wishes}}, groups=[], streams={}).require_readable()
 
 
 def test_boards_of_worlds_that_are_over_are_forgotten():

@@ -13,6 +13,8 @@ from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.keyed import KeyedStream
 from dynatrain.space.blocks import COUNTERS
 from dynatrain.space.decoder import DecoderShape
+from dynatrain.space.tensor import State
+from dynatrain.train.segments import Segments
 
 UNLIKE_DEFAULTS = {"norm_eps": 3e-4, "dropout": 0.1}
 GPT2 = {"family": "gpt2", "num_key_value_heads": 4, **UNLIKE_DEFAULTS}
@@ -122,3 +124,18 @@ def test_a_run_writes_what_their_model_writes_of_its_export(transformers, tmp_pa
     prompt = transformers.AutoTokenizer.from_pretrained("model")("live", return_tensors="pt")
     theirs = model.generate(**prompt, max_new_tokens=24, do_sample=False, pad_token_id=256)[0, 4:].tolist()
     assert found == theirs
+
+
+@pytest.mark.parametrize("shape", [SHAPES["mixtral"], SHAPES["qwen3 moe"]], ids=["mixtral", "qwen3 moe"])
+def test_gate_and_up_in_one_stack_of_theirs_are_our_two_as_segments(transformers, tmp_path, shape):
+    weights, width = random_weights(shape), shape.experts.moe_intermediate_size
+    path = export(tmp_path / "model", shape, weights, dtype="fp32", max_shard_bytes=50_000)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    segments = Segments(fused={"experts.gate_up_proj": {"experts.gate_proj": width, "experts.up_proj": width}})
+    seen = []
+    for name, value in model.named_parameters():
+        for slot in segments.slots(name, tuple(value.shape), (), {}, 0):
+            seen.append(slot.name.removeprefix("model."))
+            held = slot.view(value, State("param", "float32"), slot.shape)
+            assert torch.equal(held, weights[seen[-1]])
+    assert len(seen) == 2 * shape.num_hidden_layers

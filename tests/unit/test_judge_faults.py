@@ -43,6 +43,20 @@ def change(parts, old, *new):
     return [replace(part, sends=swap(part.sends), receives=swap(part.receives)) for part in parts]
 
 
+def everywhere(parts, turned):
+    """The parts with ``turned(move)`` in the place of every move: some moves, or none."""
+    return [
+        replace(
+            part,
+            **{
+                name: tuple(new for move in getattr(part, name) for new in turned(move))
+                for name in ("sends", "receives", "relays")
+            },
+        )
+        for part in parts
+    ]
+
+
 def shifted(box, rows):
     return ((box[0][0] + rows, box[0][1] + rows), *box[1:])
 
@@ -235,15 +249,12 @@ def renumbered(parts, number):
 
     def changed(move):
         if move.tensor != STACK or not move.box:
-            return move
+            return (move,)
         first, end = move.box[0]
         shift = number(move.dst, first) - first
-        return replace(move, box=((first + shift, end + shift), *move.box[1:]))
+        return (replace(move, box=((first + shift, end + shift), *move.box[1:])),)
 
-    return [
-        replace(part, **{name: tuple(map(changed, getattr(part, name))) for name in ("sends", "receives", "relays")})
-        for part in parts
-    ]
+    return everywhere(parts, changed)
 
 
 def test_the_plan_that_deals_out_experts_is_accepted():
@@ -278,17 +289,104 @@ def test_layers_under_their_stages_local_numbers_are_named():
     schedule = keep_schedule(ups, 1000)
 
     def local(move):
-        return replace(move, tensor=move.tensor % 2) if move.dst in {2, 3} else move
+        return (replace(move, tensor=move.tensor % 2) if move.dst in {2, 3} else move,)
 
     parts = [rank_plan(ups, old, new, rank, schedule) for rank in range(4)]
-    wrong = [
-        replace(part, **{name: tuple(map(local, getattr(part, name))) for name in ("sends", "receives", "relays")})
-        for part in parts
-    ]
     assert judge_all(ups, old, new, parts).ok
-    found = "\n".join(judge_all(ups, old, new, wrong).problems)
+    found = "\n".join(judge_all(ups, old, new, everywhere(parts, local)).problems)
     for rank, layer in itertools.product((2, 3), (0, 1)):
         assert re.search(
             rf"layers\.{layer}\.up\.param .* on rank {rank} is not within the piece that the target", found
         )
         assert re.search(rf"layers\.{layer + 2}\.up\.param \[.*\] on rank {rank}: \d+ of \d+ elements missing", found)
+
+
+GATED = tuple(
+    replace(tensor, name=tensor.name.replace(".up", name))
+    for tensor in CATALOGUE
+    for name in ((".gate", ".up") if tensor.name.endswith(".up") else ("",))
+)
+STAGED = layout(pp=2, fsdp=2)
+
+
+def planned(catalogue, old, new):
+    """Ownerships of two layouts and everybody's part of the plan between them; nothing is adopted."""
+    before, after = (declared(catalogue, one, LAYERS) for one in (old, new))
+    schedule = keep_schedule(catalogue, 1000)
+    parts = [rank_plan(catalogue, before, after, rank, schedule, adoptable=lambda _: False) for rank in range(4)]
+    return before, after, parts
+
+
+def verdict(catalogue, old, new, parts):
+    found = judge_all(catalogue, old, new, parts)
+    return found, "\n".join(found.problems)
+
+
+def number_of(catalogue, name):
+    return next(i for i, tensor in enumerate(catalogue) if tensor.name == name)
+
+
+def test_gate_in_the_place_of_up_is_named():
+    """What reads one as the other while it carries out a right plan, the digests find (``dist/test_segments``)."""
+    before, after, parts = planned(GATED, layout(fsdp=2, tp=2), STAGED)
+    gate, up = (number_of(GATED, f"layers.2.{name}") for name in ("gate", "up"))
+    assert judge_all(GATED, before, after, parts).ok
+
+    def taken(move):
+        return (replace(move, tensor=up) if (move.tensor, move.dst) == (gate, 3) else move,)
+
+    _, found = verdict(GATED, before, after, everywhere(parts, taken))
+    assert re.search(r"layers\.2\.gate\.param \[.*\] on rank 3: 48 of 48 elements missing", found)
+    assert re.search(r"layers\.2\.up\.param \[.*\] on rank 3: 0 of 48 elements missing, 48 written twice", found)
+    assert "layers.3" not in found
+
+
+def test_a_copy_that_is_left_stale_is_named_though_another_is_whole():
+    before, after, parts = planned(CATALOGUE, STAGED, layout(dp=2, fsdp=2))
+    assert judge_all(CATALOGUE, before, after, parts).ok
+    holders = [rank for rank in range(4) if after.box(CATALOGUE[UP], rank) == after.box(CATALOGUE[UP], 3)]
+
+    found, said = verdict(
+        CATALOGUE, before, after, everywhere(parts, lambda move: () if (move.tensor, move.dst) == (UP, 3) else (move,))
+    )
+
+    assert len(holders) == 2
+    assert re.search(r"layers\.0\.up\.exp_avg \[.*\] on rank 3: 48 of 48 elements missing", said)
+    assert f"on rank {holders[0]}:" not in said
+    assert found.coverage["exp_avg"].missing > 0
+
+
+def test_a_step_that_two_tensors_are_to_share_is_named():
+    """As where experts get an optimizer of their own, whose one step is taken for all: the other's never arrives."""
+    before, after, parts = planned(CATALOGUE, STAGED, layout(fsdp=4))
+    down = number_of(CATALOGUE, "layers.0.down")
+    step = len(CATALOGUE[UP].states) - 1
+    assert CATALOGUE[UP].states[step].name == "step"
+
+    def shared(move):
+        if move.tensor != UP or step not in move.states or move.dst != 2:
+            return (move,)
+        rest = tuple(state for state in move.states if state != step)
+        return (*((replace(move, states=rest),) if rest else ()), replace(move, tensor=down, states=(step,)))
+
+    _, found = verdict(CATALOGUE, before, after, everywhere(parts, shared))
+    assert re.search(r"layers\.0\.up\.step \[\] on rank 2: 1 of 1 elements missing", found)
+    assert re.search(r"layers\.0\.down\.step \[\] on rank 2: 0 of 1 elements missing, 1 written twice", found)
+
+
+def test_a_state_that_no_move_carries_is_named_on_every_rank():
+    """As where a new optimizer has none yet and is asked what it needs: all else is there, and moments begin anew."""
+    before, after, parts = planned(CATALOGUE, layout(fsdp=4), layout(tp=4))
+    lost = [state.name for state in CATALOGUE[UP].states].index("exp_avg_sq")
+
+    def without(move):
+        rest = tuple(state for state in move.states if state != lost or move.tensor != UP)
+        return (replace(move, states=rest),) if rest else ()
+
+    found, said = verdict(CATALOGUE, before, after, everywhere(parts, without))
+    for rank in range(4):
+        assert re.search(rf"layers\.0\.up\.exp_avg_sq \[.*\] on rank {rank}: 24 of 24 elements missing", said)
+    assert found.coverage["exp_avg_sq"].missing > 0
+    assert found.coverage["param"].complete
+    assert found.coverage["exp_avg"].complete
+    assert "layers.1" not in said

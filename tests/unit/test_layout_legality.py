@@ -56,6 +56,20 @@ def test_what_needs_no_rounds_or_has_one_takes_any_number_of_micro_batches(text)
     assert problems(parse_layout(text), replace(TINY, num_layers=6), num_microbatches=5) == ()
 
 
+@pytest.mark.parametrize("text", ["pp2v2", "pp2v2.dp4", "pp8"])
+def test_all_forwards_first_takes_any_number_of_micro_batches(text):
+    limits = replace(TINY, num_layers=8)
+
+    assert problems(parse_layout(text), limits, num_microbatches=5, schedule="gpipe") == ()
+    assert problems(parse_layout(text), limits, num_microbatches=5)
+
+
+def test_a_layout_that_names_its_schedule_is_held_to_that_one():
+    found = problems(parse_layout("pp2-zb"), TINY, num_microbatches=5, schedule="gpipe")
+
+    assert "in 2 rounds" in found[0]
+
+
 @pytest.mark.parametrize(("text", "_why"), LEGAL)
 def test_a_layout_just_within_the_rules_is_legal(text, _why):
     assert problems(parse_layout(text), TINY) == ()

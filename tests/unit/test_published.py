@@ -21,6 +21,16 @@ TOTALS = {
     "deepseek-v3": 671_026_404_352,
     "kimi-k2": 1_026_408_209_408,
 }
+TOLD = {
+    "llama-3.1-8b": 8.03e9,
+    "llama-3.1-70b": 70.6e9,
+    "llama-3.1-405b": 405.9e9,
+    "qwen3-30b-a3b": 30.5e9,
+    "qwen3-235b-a22b": 235.1e9,
+    "deepseek-v3": 671e9,
+    "kimi-k2": 1.03e12,
+}
+"""As they are told in public: with three or four digits."""
 published = pytest.mark.parametrize("name", CONFIGS)
 
 
@@ -40,6 +50,14 @@ def test_a_preset_has_the_parameters_that_the_public_model_has(name):
     tensors = catalogue(PRESETS[name])
 
     assert sum(tensor.numel for tensor in tensors if tensor.states[0].name == "param") == TOTALS[name]
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_the_total_is_the_one_that_is_told_of_the_model(name):
+    told = f"{TOLD[name]:.4g}"
+    digits = len(told.partition("e")[0].replace(".", "").rstrip("0"))
+
+    assert float(f"{TOTALS[name]:.{digits}g}") == TOLD[name]
 
 
 @published

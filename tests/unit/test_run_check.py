@@ -5,6 +5,7 @@ from tests.shapes import MIXTRAL, experts_shape, latent_shape
 
 from dynatrain.config.errors import ConfigError
 from dynatrain.config.load import load_config
+from dynatrain.layout.form import LayoutError
 from dynatrain.layout.text import parse_layout
 from dynatrain.space.presets import PRESETS
 from dynatrain.space.run_check import check_run
@@ -24,7 +25,7 @@ def test_the_defaults_are_a_run_that_fits():
     run = checked()
 
     assert (run.shape, run.layout, run.switches) == (PRESETS["tiny"], parse_layout("dp1"), ())
-    assert (run.config.world.size, run.config.model.dropout, run.num_microbatches) == (1, 0.0, 8)
+    assert (run.config.world.size, run.config.model.dropout) == (1, 0.0)
 
 
 def test_what_was_left_open_is_filled_in_and_layouts_are_canonical():
@@ -48,12 +49,14 @@ def test_selective_recomputation_of_compiled_blocks_is_refused_with_what_is_near
 
 
 def test_blocks_that_stay_eager_beside_compiled_ones_are_told():
-    flags = ["--layout=tp2", '--switch=[{step=4, layout="fsdp2"}, {step=6, layout="tp2-sp"}]', "--steps=9"]
+    switches = '{step=4, layout="fsdp2"}, {step=6, layout="tp2-sp"}, {step=7, layout="pp2-zb"}, {step=8, layout="tp2"}'
+    flags = ["--layout=tp2", f"--switch=[{switches}]", "--steps=9"]
 
     assert checked(*flags).notes == ()
     assert [note.partition(":")[0] for note in checked("--blocks.compile=true", *flags).notes] == [
         "blocks stay eager in tp2",
         "blocks stay eager in tp2-sp",
+        "blocks stay eager in pp2-zb",
     ]
 
 
@@ -98,6 +101,16 @@ def test_parts_that_do_not_fit_are_named_with_the_rule_and_what_is_near(flags, n
     (problem,) = refusals(*flags)
 
     assert named in problem
+
+
+def test_the_rules_of_a_pipeline_are_those_of_the_runs_own_schedule():
+    five = ["--batch.global_sequences=10"]
+
+    assert "in 2 rounds" in refusals("--layout=pp2v2", *five)[0]
+    run = checked("--layout=pp2v2", "--pipeline.schedule=gpipe", *five)
+    assert run.legal(parse_layout("pp2_1_3")) == parse_layout("pp2_1_3")
+    with pytest.raises(LayoutError, match="in 2 rounds"):
+        run.legal(parse_layout("pp2v2-zb"))
 
 
 def test_everything_that_does_not_fit_is_reported_at_once():

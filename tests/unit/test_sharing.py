@@ -51,3 +51,15 @@ def test_two_parts_of_a_step_deal_out_every_micro_batch_once_whatever_their_layo
         assert len(lengths) == 1
         assert lengths.pop() >= layout.size("pp")
     assert sorted(dealt) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "schedule", "taken"),
+    [("pp2v2", "1f1b", 6), ("pp2-zb", "gpipe", 6), ("pp2v2-zbv", "1f1b", 5), ("pp2", "1f1b", 5), ("pp2v2", "gpipe", 5)],
+)
+def test_a_part_of_a_step_is_filled_up_to_what_the_pipeline_takes(text, schedule, taken):
+    """Five micro-batches make no equal rounds of two or more; the whole step's eight do."""
+    sharing, layout = Sharing(global_sequences=8, micro_sequences=1, schedule=schedule), parse_layout(text)
+    batches, _ = sharing.micro_batches(DATA, np.arange(8), layout, layout.coordinates(0), "cpu", range(3, 8))
+
+    assert [batch.index for batch in batches] == [3, 4, 5, 6, 7, -1][:taken]

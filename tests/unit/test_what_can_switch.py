@@ -1,19 +1,41 @@
-"""The tables of docs/what-can-switch.md are those of the code."""
+"""The tables of docs/what-can-switch.md are those of the code, and each of their cells is a test."""
 
+import ast
 import pathlib
 import re
 
+import pytest
+from tests.cells import AXES, EXACT, HOME, STATES
+from tests.dist import test_every_cell
+
+from dynatrain.layout.form import CP_METHODS, SCHEDULES
+from dynatrain.layout.layout import AXES as RANK_AXES
+from dynatrain.layout.layout import EXPERT_AXES
+from dynatrain.layout.text import parse_layout
 from dynatrain.space.optimizers import OPTIMIZERS
 
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "what-can-switch.md").read_text(encoding="utf-8")
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "what-can-switch.md").read_text(encoding="utf-8")
 MATRIX, VECTOR = ("layers.0.mlp.up_proj.weight", (6, 512)), ("norm.weight", (6,))
+RULES = {
+    "zero bubble with FSDP settings that give wrong gradients",
+    "fewer rows than heads or experts to split",
+    "an optimizer without a schema",
+}
+"""All that may be refused."""
 
 
-def rows(heading):
-    """The cells of the first table under a heading."""
-    lines = PAGE.split(f"## {heading}\n")[1].splitlines()
-    table = [line for line in lines if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table[1:]]
+def rows(heading, number=0):
+    """The cells of a table under a heading, without its titles; the first table is number 0."""
+    lines = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", lines, re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in tables[number].splitlines()[2:]]
+
+
+def titles(heading, number):
+    lines = PAGE.split(f"\n## {heading}\n")[1]
+    first = re.findall(r"(?:^\|.*\n)+", lines, re.MULTILINE)[number].splitlines()[0]
+    return [cell.strip(" `") for cell in first.strip("| ").split(" | ")]
 
 
 def form(state):
@@ -35,3 +57,57 @@ def test_every_form_has_a_row():
     names = " ".join(row[0] for row in rows("Forms of state"))
     for word in ("parameter-shaped", "reduced", "blockwise", "scalar"):
         assert re.search(rf"\b{word}\b", names)
+
+
+def test_every_axis_and_every_option_of_one_is_a_column():
+    layouts = [parse_layout(text) for text in AXES.values()]
+    assert {axis for layout in layouts for axis in (*RANK_AXES, *EXPERT_AXES) if layout.size(axis) > 1} == {
+        *RANK_AXES,
+        *EXPERT_AXES,
+    }
+    assert {layout.schedule for layout in layouts} == {"", *SCHEDULES}
+    assert {layout.cp_method for layout in layouts} == set(CP_METHODS)
+    assert {layout.zero for layout in layouts} == {1, 2, 3}
+    assert {(layout.chunks > 1, layout.sp) for layout in layouts} >= {(True, False), (False, True)}
+    assert any(layout.etp != layout.size("tp") for layout in layouts if layout.etp > 1)
+    assert HOME.keys() <= AXES.keys()
+    assert all(HOME.get(axis, "fsdp2") != text for axis, text in AXES.items())
+
+
+@pytest.mark.parametrize(("number", "bounds"), [(0, EXACT), (1, STATES)])
+def test_every_cell_is_there_and_says_what_its_test_holds(number, bounds):
+    assert titles("Axis by axis", number)[1:] == list(AXES)
+    assert rows("Axis by axis", number) == [[row, *[bound] * len(AXES)] for row, bound in bounds.items()]
+    assert EXACT.keys() == OPTIMIZERS.keys()
+
+
+def values(test, name):
+    """What a test is parametrised with under ``name``."""
+    (mark,) = (mark for mark in test.pytestmark if mark.name == "parametrize" and mark.args[0] == name)
+    return [getattr(value, "values", (value,))[0] for value in mark.args[1]]
+
+
+@pytest.mark.parametrize(
+    ("test", "row", "bounds"),
+    [(test_every_cell.test_each_optimizer, "optimizer", EXACT), (test_every_cell.test_each_state, "state", STATES)],
+)
+def test_every_cell_is_a_row_of_a_test(test, row, bounds):
+    assert test.__name__ in PAGE
+    assert values(test, "axis") == list(AXES)
+    assert values(test, row) == list(bounds)
+
+
+def test_every_claim_names_a_test_that_exists():
+    claimed = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE))
+    trees = {file: ast.parse((ROOT / file).read_text(encoding="utf-8")) for file, _ in claimed}
+    there = {(file, node.name) for file, tree in trees.items() for node in tree.body if hasattr(node, "name")}
+
+    assert len(claimed) > 15
+    assert claimed - there == set()
+
+
+def test_nothing_is_refused_but_by_a_rule_of_the_closed_list():
+    refused = rows("Refused")
+
+    assert {rule for _, rule, _ in refused} == RULES
+    assert all(re.fullmatch(r"`tests/[\w/]+\.py::\w+`", test) for *_, test in refused)

@@ -4,7 +4,6 @@ from dynatrain.app.planned import Change, change_of_model
 from dynatrain.layout.foreign import read_layout
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
-from dynatrain.layout.legality import check
 from dynatrain.layout.resize import resized
 from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import parse_layout, print_layout
@@ -46,15 +45,7 @@ def legal(run: CheckedRun, text: str, size: int) -> Layout:
     Raises:
         LayoutError: every rule that it breaks, and the nearest legal layouts.
     """
-    layout = read_layout(text)
-    check(
-        layout,
-        run.shape.limits(),
-        world_size=size,
-        num_microbatches=run.num_microbatches,
-        sequence=run.config.data.sequence,
-    )
-    return resolve(layout, run.shape.num_hidden_layers)
+    return run.legal(read_layout(text), size)
 
 
 def change_of_run(run: CheckedRun, old: Layout, new: Layout, mode: str) -> Change:

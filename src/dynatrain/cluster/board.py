@@ -49,11 +49,14 @@ class Board:
     Args:
         store: of this run and generation alone (a ``PrefixStore`` with the run's nonce).
         world_size: number of voters.
+
+    Attributes:
+        world_size: likewise.
     """
 
     def __init__(self, store: Store, world_size: int) -> None:
         self._store = store
-        self._world_size = world_size
+        self.world_size = world_size
 
     # Requests: written by the first node's agent alone.
 
@@ -98,7 +101,7 @@ class Board:
             Whether all votes are in: true for exactly one rank, which must then :meth:`decide`.
         """
         self._store.append(f"{topic}/votes", json.dumps([rank, value]) + "\n")
-        return int(self._store.add(f"{topic}/count", 1)) == self._world_size
+        return int(self._store.add(f"{topic}/count", 1)) == self.world_size
 
     def votes(self, topic: str) -> dict[int, Any]:
         """The votes posted so far, by rank."""
@@ -107,7 +110,7 @@ class Board:
 
     def missing(self, topic: str) -> tuple[int, ...]:
         """The ranks that have not voted yet."""
-        return tuple(sorted(set(range(self._world_size)) - self.votes(topic).keys()))
+        return tuple(sorted(set(range(self.world_size)) - self.votes(topic).keys()))
 
     def decide(self, topic: str, value: Any) -> Any:
         """Propose a decision; returns the one that stands, which may be another's."""
@@ -136,7 +139,7 @@ class Board:
 
     def leave(self, topic: str) -> None:
         """Say that this rank needs the topic no more, once for each rank; the last one deletes it."""
-        if int(self._store.add(f"{topic}/left", 1)) == self._world_size:
+        if int(self._store.add(f"{topic}/left", 1)) == self.world_size:
             for key in ("votes", "count", "decision", "left"):
                 self._store.delete_key(f"{topic}/{key}")
 

@@ -117,8 +117,8 @@ class Blocks(Section):
     """Activation checkpointing, which saves memory for time: compute a block's forward again in its backward, all of it
     or all but matrix products and attention."""
     compile: bool = False
-    """Compile each block with torch.compile, in layouts without tp; experts, dropout and attention over ranks of cp
-    stay as they are."""
+    """Compile each block with torch.compile, in layouts without tp and zero-bubble schedules; experts, dropout and
+    attention over ranks of cp stay as they are."""
 
 
 class Pipeline(Section):

@@ -64,9 +64,15 @@ def discard(storage: torch.UntypedStorage) -> None:
 
 
 def touch(tensor: torch.Tensor) -> None:
-    """Write to every page under a contiguous tensor whose content does not matter yet."""
+    """Write to every page from a tensor's first element to its last; what lies there must not matter yet.
+
+    Strides are as of a segment of a fused tensor: its neighbours' content does not matter yet either.
+    """
     if tensor.numel():
-        flat = tensor.view(-1).view(torch.uint8)
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        nbytes = (last + 1) * tensor.itemsize
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        flat.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize, (nbytes,))
         flat[:: mmap.PAGESIZE] = 0
         flat[-1] = 0
 

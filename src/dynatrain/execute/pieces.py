@@ -18,8 +18,9 @@ class Piece:
     """What a rank holds of one granule.
 
     Attributes:
-        tensor: detached, contiguous, exactly the shape of ``box``; alone in its storage, which may be longer than it,
-            or beside the other segments of a fused tensor.
+        tensor: detached, exactly the shape of ``box``; alone in its storage, which may be longer than it, and
+            contiguous; or beside the other segments of a fused tensor, and strided where they lie along another dim
+            than the first.
         box: in the coordinates of the granule; ``()`` for a scalar state.
         nbytes: size of the storage, padding included, while it is not given back.
     """
@@ -57,8 +58,8 @@ def misfits(pieces: Mapping[Granule, Piece], catalogue: Catalogue) -> list[str]:
             found.append(f"{name}: shape {tuple(piece.tensor.shape)} is not that of its box {piece.box}")
         if str(piece.tensor.dtype) != f"torch.{declared.dtype}":
             found.append(f"{name}: dtype {piece.tensor.dtype}, the catalogue says {declared.dtype}")
-        if not piece.tensor.is_contiguous() or piece.tensor.requires_grad:
-            found.append(f"{name}: must be contiguous and detached")
+        if piece.tensor.requires_grad or not (piece.tensor.is_contiguous() or catalogue[tensor].within):
+            found.append(f"{name}: must be contiguous, unless it lies in a fused tensor, and detached")
         storage = f"{catalogue[tensor].within or catalogue[tensor].name} {declared.name}"
         held, other = seen.setdefault(piece.storage.data_ptr(), (storage, name))
         if piece.nbytes and held != storage:

@@ -8,6 +8,10 @@ from dynatrain.layout.layout import EXPERT_AXES, Layout
 from dynatrain.layout.nearest import ranked
 from dynatrain.layout.text import print_layout, short_layout
 
+ONE_ONE, ALL_FIRST = "1f1b", "gpipe"
+"""A run's own schedules: one forward, one backward in turn, which needs a micro-batch for each pp rank; or all forwards
+first, which takes any number."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelLimits:
@@ -34,6 +38,7 @@ def problems(
     world_size: int | None = None,
     num_microbatches: int | None = None,
     sequence: int | None = None,
+    schedule: str = ONE_ONE,
 ) -> tuple[str, ...]:
     """Every rule that ``layout`` breaks, one sentence each; empty for a legal layout.
 
@@ -43,6 +48,7 @@ def problems(
         world_size: ranks there are; None where the world is free.
         num_microbatches: micro-batches of one global step, over all data ranks; None where the batch is free.
         sequence: tokens of one sequence; None where it is free.
+        schedule: the run's own, of pipelines whose layout names none: ``1f1b`` or ``gpipe``.
     """
     found = list(form_problems(layout))
     if any(size < 1 for _, size in layout.axes) or min(layout.ep, layout.etp, layout.chunks) < 1:
@@ -53,7 +59,7 @@ def problems(
         factors = " x ".join(f"{name}{size}" for name, size in layout.axes) or "no axis"
         found.append(f"the layout has {layout.world_size} ranks ({factors}) but the world has {world_size}")
     if num_microbatches is not None:
-        found += _batch_problems(layout, num_microbatches)
+        found += _batch_problems(layout, num_microbatches, schedule)
     return tuple(found)
 
 
@@ -64,6 +70,7 @@ def check(
     world_size: int | None = None,
     num_microbatches: int | None = None,
     sequence: int | None = None,
+    schedule: str = ONE_ONE,
 ) -> None:
     """Refuse an illegal layout, with all that is wrong and the nearest legal ones. Arguments as :func:`problems`.
 
@@ -74,6 +81,7 @@ def check(
         "world_size": world_size,
         "num_microbatches": num_microbatches,
         "sequence": sequence,
+        "schedule": schedule,
     }
     found = problems(layout, limits, **given)
     if found:
@@ -88,6 +96,7 @@ def nearest(
     world_size: int | None = None,
     num_microbatches: int | None = None,
     sequence: int | None = None,
+    schedule: str = ONE_ONE,
     count: int = 3,
 ) -> tuple[Layout, ...]:
     """At most ``count`` legal layouts, nearest first: fewest changed axes, then least change of size, then by text.
@@ -98,6 +107,7 @@ def nearest(
         "world_size": world_size,
         "num_microbatches": num_microbatches,
         "sequence": sequence,
+        "schedule": schedule,
     }
     legal = (near for near in ranked(layout, world_size) if not problems(near, limits, **given))
     return tuple(near for near, _ in zip(legal, range(count), strict=False))
@@ -173,28 +183,43 @@ def _stage_problems(layout: Layout, num_layers: int) -> list[str]:
     return found
 
 
-def _batch_problems(layout: Layout, num_microbatches: int) -> list[str]:
+def _batch_problems(layout: Layout, num_microbatches: int, schedule: str) -> list[str]:
     # Shares differ by at most one, so the poorest data rank has the rounded-down share.
-    ranks, stages = layout.data_ranks, layout.size("pp")
+    in_turn = (layout.schedule or schedule) != ALL_FIRST
+    ranks, stages = layout.data_ranks, layout.size("pp") if in_turn else 1
     if num_microbatches // ranks >= stages:
-        return _round_problems(layout, num_microbatches)
+        return _round_problems(layout, num_microbatches) if in_turn else []
     need = f"each needs at least {stages}, one per pipeline stage" if stages > 1 else "each needs at least one"
     short = f"{num_microbatches} micro-batches over {ranks} data ranks leave {num_microbatches // ranks} for some"
     return [f"{short}; {need}: {ranks * stages} in all"]
+
+
+def least_share(layout: Layout, share: int, schedule: str) -> int:
+    """The least number of micro-batches, ``share`` or more, that the pipeline of one data rank takes."""
+    pp = layout.size("pp")
+    if pp == 1 or (layout.schedule or schedule) == ALL_FIRST:
+        return share
+    share = max(share, pp)
+    while _in_rounds(layout) and share % (share // pp):
+        share += 1
+    return share
+
+
+def _in_rounds(layout: Layout) -> bool:
+    return layout.schedule != "zbv" and (layout.chunks > 1 or bool(layout.schedule))
 
 
 def _round_problems(layout: Layout, num_microbatches: int) -> list[str]:
     """Interleaved stages take their micro-batches in equal rounds, of as few as there are pp ranks, or a few more.
 
     That is how torch's schedules turn from one chunk to the next (Megatron's, arXiv 2104.04473, section 2.2.2, asks for
-    a multiple of pp); one round of many would be GPipe. Where shares are uneven, fillers make them all the longest.
+    a multiple of pp); one round of many would be GPipe, which asks for nothing. Where shares are uneven, fillers make
+    them all the longest.
     """
-    if layout.schedule == "zbv" or (layout.chunks == 1 and not layout.schedule):
-        return []
     ranks, pp = layout.data_ranks, layout.size("pp")
     share = -(-num_microbatches // ranks)
     rounds = share // pp
-    if share % rounds == 0:
+    if not _in_rounds(layout) or share % rounds == 0:
         return []
     near = " or ".join(str(size * pp * ranks) for size in (rounds, rounds + 1))
     what = f"v{layout.chunks}" if layout.chunks > 1 else f"-{layout.schedule}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import EXPERT_AXES, MOST_RANKS, Layout
-from dynatrain.layout.legality import ModelLimits, problems
+from dynatrain.layout.legality import ONE_ONE, ModelLimits, problems
 from dynatrain.layout.nearest import changes, ranked
 from dynatrain.layout.sizes import Sizes
 from dynatrain.layout.text import print_layout
@@ -26,6 +26,7 @@ def resized(
     world_size: int,
     num_microbatches: int | None = None,
     sequence: int | None = None,
+    schedule: str = ONE_ONE,
     sizes: Sizes = _ANY,
     moved: Callable[[Layout], int] | None = None,
 ) -> Layout:
@@ -41,6 +42,7 @@ def resized(
         world_size: ranks that there are to be.
         num_microbatches: of one global step, which stays; None where the batch is free.
         sequence: tokens of one sequence; None where it is free.
+        schedule: the run's own, of pipelines whose layout names none.
         sizes: that the run may have.
         moved: bytes that the change to a layout moves; asked only between layouts that are equally near.
 
@@ -53,7 +55,7 @@ def resized(
         near = Layout() if world_size < 1 else layout
         rule = f"a world has 1 to {MOST_RANKS} ranks"
         raise LayoutError(f"no layout has {world_size} ranks", (rule,), (print_layout(near),))
-    given: dict[str, Any] = {"num_microbatches": num_microbatches, "sequence": sequence}
+    given: dict[str, Any] = {"num_microbatches": num_microbatches, "sequence": sequence, "schedule": schedule}
     every = ranked(layout, world_size)
     legal = [one for one in every if not problems(one, limits, world_size=world_size, **given)]
     if not legal or not sizes.allows(world_size):

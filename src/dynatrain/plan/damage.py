@@ -34,10 +34,10 @@ def _node(value: object) -> bool:
 
 
 def _span(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(map(count, value)) and value[0] <= value[1]
+    return isinstance(value, list) and len(value) == 4 and all(map(count, value)) and value[0] <= value[1]
 
 
-_PLACEMENT: Rule = {"cuts": [_cut], "stages": [count], "spans": [_span]}
+_PLACEMENT: Rule = {"cuts": [_cut], "stages": [count], "spans": [_span], "along": count}
 _STATE: Rule = {"name": text, "dtype": one_of(*ITEMSIZE), "scalar": flag, "reduced": [count], "block": count}
 _RECORD: Rule = {
     "schema": count,
@@ -134,7 +134,7 @@ def _of_tensor(one: Mapping[str, Any], layouts: Mapping[str, Layout]) -> Iterato
     yield from _of_cuts(name, tensor["cuts"], dims)
     for side, layout in layouts.items():
         stages, parts = one[side]["stages"], layout.size("pp")
-        yield from _of_spans(f"{name}, {side}", one[side], tensor["shape"], layout)
+        yield from _of_spans(f"{name}, {side}", one[side], tensor, layout)
         yield from _of_cuts(f"{name}, {side}", one[side]["cuts"], dims)
         try:
             layout.left_over(axis for axis, _ in one[side]["cuts"])
@@ -154,16 +154,17 @@ def _of_form(name: str, state: Mapping[str, Any], dims: int) -> Iterator[str]:
         yield f"{name}: reduced over dims {reduced}; some of 0 .. {dims - 1}, ascending"
 
 
-def _of_spans(name: str, placement: Mapping[str, Any], shape: Sequence[int], layout: Layout) -> Iterator[str]:
-    spans = placement["spans"]
+def _of_spans(name: str, placement: Mapping[str, Any], tensor: Mapping[str, Any], layout: Layout) -> Iterator[str]:
+    spans, along, shape = placement["spans"], placement["along"], tensor["shape"]
     if not spans:
         return
-    axes = [axis for axis, dim in placement["cuts"] if dim == 0]
-    wanted = math.prod(layout.ways(axis) for axis in axes)
-    if not shape or len(spans) != wanted:
-        yield f"{name}: {len(spans)} spans for {wanted} parts of the first of {len(shape)} dims"
-    elif any(stop > shape[0] for _, stop, _ in spans):
-        yield f"{name}: spans {spans} reach beyond its {shape[0]} rows"
+    wanted = math.prod(layout.ways(axis) for axis, dim in placement["cuts"] if dim == along)
+    if along >= len(shape) or len(spans) != wanted:
+        yield f"{name}: {len(spans)} spans for {wanted} parts of dim {along}, of {len(shape)} dims"
+    elif any(stop > shape[along] for _, stop, *_ in spans):
+        yield f"{name}: spans {spans} reach beyond its {shape[along]} rows"
+    elif any(along in one["reduced"] or (one["block"] and along == len(shape) - 1) for one in tensor["states"]):
+        yield f"{name}: spans along dim {along}, over which a state is reduced or has blocks"
 
 
 def _of_cuts(name: str, cuts: Sequence[Sequence[Any]], dims: int) -> Iterator[str]:

@@ -219,8 +219,8 @@ def tensor_of(fields: Mapping[str, Any]) -> Tensor:
 
 def placement_of(found: Mapping[str, Any]) -> Placement:
     """A placement from what JSON made of its fields."""
-    spans = tuple((start, stop, room) for start, stop, room in found["spans"])
-    return Placement(_pairs(found["cuts"]), tuple(found["stages"]), spans)
+    spans = tuple((start, stop, local, room) for start, stop, local, room in found["spans"])
+    return Placement(_pairs(found["cuts"]), tuple(found["stages"]), spans, found["along"])
 
 
 def _pairs(cuts: list[list[Any]]) -> tuple[tuple[str, int], ...]:

@@ -1,7 +1,7 @@
 """Which holder sends: one closed rule of (tensor, source cell, target rank), equal on every rank.
 
 Under one ownership the pieces of a tensor form a *grid*: the tensor, cut per ``(axis, dim)`` in order into ceil-sized
-chunks (or, along dim 0, into the spans of its placement). A *cell* is one box of the grid, named by its index along
+chunks (or, along one dim, into the spans of its placement). A *cell* is one box of the grid, named by its index along
 each cut; its holders are its copies over the digits of a rank's number that no cut reads, and over the stages that hold
 it. Everything here follows from dividing by chunk sizes: the cells that meet a box are found without looking at any
 rank, and a rank's cell without looking at any other.
@@ -38,7 +38,7 @@ class Grid:
     def __init__(self, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> None:
         self._shape = shape
         self._mesh = mesh
-        self._spans = placement.spans
+        self._placement = placement
         self._stages = frozenset(placement.stages)
         self._digits = tuple(mesh.layout.digit(axis) for axis, _ in placement.cuts)
         self._cuts = tuple((dim, ways) for (_, dim), (_, ways) in zip(placement.cuts, self._digits, strict=True))
@@ -63,12 +63,12 @@ class Grid:
         box = list(whole(self._shape))
         at = 0
         for (dim, ways), index in zip(self._cuts, cell, strict=True):
-            if dim == 0 and self._spans:
+            if self._placement.spanned(dim):
                 at = at * ways + index
             else:
                 box[dim] = chunk(*box[dim], ways, index)
-        if self._spans:
-            box[0] = self._spans[at][:2]
+        if self._placement.spans:
+            box[self._placement.along] = self._placement.spans[at][:2]
         return tuple(box)
 
     def _base(self, cell: Cell) -> int:
@@ -95,7 +95,7 @@ class Grid:
         """The cells that share elements with ``box``, and the shared boxes; by division of its bounds, or by span."""
         if not volume(box):
             return []
-        if self._spans:
+        if self._placement.spans:
             cells = itertools.product(*(range(ways) for _, ways in self._cuts))
             return [(cell, common) for cell in cells if (common := intersect(self.box(cell), box)) is not None]
         found: list[tuple[Cell, Box]] = [((), whole(self._shape))]
@@ -233,9 +233,11 @@ def families(
             before.cuts,
             before.stages,
             before.spans,
+            before.along,
             after.cuts,
             after.stages,
             after.spans,
+            after.along,
         )  # plain tuples hash far faster than values
         family = found.get(key)
         if family is None:

@@ -20,19 +20,24 @@ class Pieces:
     Attributes:
         low: first index along each dim, (ranks, dims).
         high: one past the last, (ranks, dims).
-        room: rows that padded storage has along each dim, (ranks, dims).
+        local: rows that storage has along each dim without FSDP's padding, (ranks, dims).
+        room: rows that it has with that, (ranks, dims).
         held: whether the rank is in the world and in one of the tensor's stages.
     """
 
     low: Ints
     high: Ints
+    local: Ints
     room: Ints
     held: npt.NDArray[np.bool_]
 
-    def elements(self, *, padded: bool) -> Ints:
-        """Elements of storage per rank."""
-        sizes = self.room if padded else self.high - self.low
-        return np.where(self.held, sizes.prod(axis=1), 0)
+    def elements(self) -> Ints:
+        """Elements per rank."""
+        return np.where(self.held, (self.high - self.low).prod(axis=1), 0)
+
+    def stored(self, *, padded: bool) -> Ints:
+        """Elements of storage per rank: what a padded vocabulary adds is in it, and where ``padded``, FSDP's own."""
+        return np.where(self.held, (self.room if padded else self.local).prod(axis=1), 0)
 
 
 class PieceTable:
@@ -56,21 +61,23 @@ class PieceTable:
     def _pieces(self, shape: tuple[int, ...], placement: Placement) -> Pieces:
         low = np.zeros((self._ranks, len(shape)), np.int64)
         high = np.broadcast_to(np.array(shape, np.int64), low.shape).copy()
-        room = high.copy()
+        local, room = high.copy(), high.copy()
         at = np.zeros(self._ranks, np.int64)
         for axis, dim in placement.cuts:
             stride, ways = self._layout.digit(axis)
-            if dim == 0 and placement.spans:
+            if placement.spanned(dim):
                 at = at * ways + self._numbers // stride % ways
                 continue
             size = -(-(high[:, dim] - low[:, dim]) // ways)
             first = np.minimum(low[:, dim] + self._numbers // stride % ways * size, high[:, dim])
             low[:, dim], high[:, dim] = first, np.minimum(first + size, high[:, dim])
-            room[:, dim] = size if axis in GATHERED else high[:, dim] - first
+            local[:, dim] = high[:, dim] - first
+            room[:, dim] = size if axis in GATHERED else local[:, dim]
         if placement.spans:
-            low[:, 0], high[:, 0], room[:, 0] = np.array(placement.spans, np.int64)[at].T
+            for found, column in zip((low, high, local, room), np.array(placement.spans, np.int64)[at].T, strict=True):
+                found[:, placement.along] = column
         held = np.isin(self._numbers // self._layout.digit("pp")[0], placement.stages)  # of nobody -1: in no stage
-        return Pieces(low=low, high=high, room=room, held=held)
+        return Pieces(low=low, high=high, local=local, room=room, held=held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -184,8 +191,8 @@ def storage(
 
 def _column(old: Pieces, new: Pieces, itemsize: int, padded: bool, may_adopt: bool) -> tuple[Ints, Ints, Ints]:
     equal = (old.low == new.low).all(axis=1) & (old.high == new.high).all(axis=1) & old.held & new.held
-    kept = equal & (new.elements(padded=False) > 0) & may_adopt
-    freed, taken = (itemsize * pieces.elements(padded=padded) for pieces in (old, new))
+    kept = equal & (new.elements() > 0) & may_adopt
+    freed, taken = (itemsize * pieces.stored(padded=padded) for pieces in (old, new))
     return np.where(kept, 0, taken), np.where(kept, 0, freed), np.where(kept, freed, 0)
 
 
@@ -201,6 +208,6 @@ def alike(catalogue: Catalogue, old: Ownership, new: Ownership, *, padded: Padde
         one = before.pieces(tensor.shape, old.placements[tensor.name])
         other = after.pieces(tensor.shape, new.placements[tensor.name])
         equal = (one.low == other.low).all(axis=1) & (one.high == other.high).all(axis=1) & one.held & other.held
-        return bool((one.room == other.room)[equal].all())
+        return bool(((one.room == other.room) & (one.local == other.local))[equal].all())
 
     return same

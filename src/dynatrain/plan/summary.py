@@ -157,7 +157,7 @@ def _adopted(catalogue: Catalogue, new: Ownership, plan: WholePlan, ranks: int) 
         rows = (plan.adopted_tensor == tensor) & (plan.adopted_group == group)
         one = catalogue[tensor]
         state = one.states[plan.moves.groups[group][0]]
-        held = pieces.pieces(one.state_shape(state), new.placed(one, state)).elements(padded=False)
+        held = pieces.pieces(one.state_shape(state), new.placed(one, state)).elements()
         total[plan.adopted_rank[rows]] += held[plan.adopted_rank[rows]] * element[tensor, group]
     return total
 

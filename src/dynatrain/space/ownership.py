@@ -17,8 +17,8 @@ from dynatrain.layout.stages import stage_ranges, stage_ranks
 from dynatrain.space.box import Box, chunk, whole
 from dynatrain.space.tensor import FIRST, Catalogue, Cuts, State, Tensor
 
-Span = tuple[int, int, int]
-"""``(start, stop, room)``; see :class:`Placement`."""
+Span = tuple[int, int, int, int]
+"""``(start, stop, local, room)``; see :class:`Placement`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,21 @@ class Placement:
             of one way are left out.
         stages: indices along pp of the ranks that hold it, ascending.
         spans: where the rows of a part of a larger storage lie (a segment of a fused tensor, the real rows of a padded
-            one), which is cut as a whole: for each index along the cuts of dim 0, the first cut outermost, ``(start,
-            stop, room)`` in rows of the tensor; ``room`` counts the rows of padding that go with them. Empty where each
-            cut takes its ceil-sized chunk.
+            one), which is cut as a whole: for each index along the cuts of one dim, the first cut outermost, ``(start,
+            stop, local, room)`` in rows of the tensor; ``local`` counts those that the padded vocabulary adds, too, and
+            ``room`` also FSDP's own padding, which parameters alone have. Empty where each cut takes its ceil-sized
+            chunk.
+        along: the dim of the spans; the rows of a stack of matrices are its dim 1.
     """
 
     cuts: Cuts
     stages: tuple[int, ...]
     spans: tuple[Span, ...] = ()
+    along: int = 0
+
+    def spanned(self, dim: int) -> bool:
+        """Whether cuts of ``dim`` give spans instead of chunks."""
+        return bool(self.spans) and dim == self.along
 
     def span(self, layout: Layout, number: int) -> Span | None:
         """The span of the rank of this number; None where cuts take chunks."""
@@ -46,7 +53,7 @@ class Placement:
         at = 0
         for axis, dim in self.cuts:
             stride, ways = layout.digit(axis)
-            at = at * ways + number // stride % ways if dim == 0 else at
+            at = at * ways + number // stride % ways if dim == self.along else at
         return self.spans[at]
 
 
@@ -69,9 +76,8 @@ class Ownership:
         placement = self.placements[tensor.name]
         if state is None or state.like_tensor:
             return placement
-        # What a state is reduced over, or has blocks along, is never dim 0 of a tensor with spans.
-        spans = () if state.scalar else placement.spans
-        return Placement(state.cuts(placement.cuts, len(tensor.shape)), placement.stages, spans)
+        cuts, spans = state.cuts(placement.cuts, len(tensor.shape)), () if state.scalar else placement.spans
+        return Placement(cuts, placement.stages, spans, state.dim(placement.along) if spans else 0)
 
     def state_box(self, tensor: Tensor, state: State, rank: int) -> Box | None:
         """As :meth:`box`, of one of its states. A rank whose piece of the tensor is empty may hold elements of it."""
@@ -90,10 +96,10 @@ class Ownership:
         box = list(whole(tensor.shape))
         for axis, dim in placement.cuts:
             stride, ways = layout.digit(axis)
-            if dim or not placement.spans:
+            if not placement.spanned(dim):
                 box[dim] = chunk(*box[dim], ways, number // stride % ways)
         if span := placement.span(layout, number):
-            box[0] = span[:2]
+            box[placement.along] = span[:2]
         return tuple(box)
 
     def copies(self, tensor: Tensor, state: State | None = None) -> int:

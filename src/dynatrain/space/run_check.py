@@ -6,6 +6,7 @@ It stands here, above ``layout`` and ``space``, because a configuration knows ne
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dynatrain.config.errors import ConfigError
 from dynatrain.config.own import TOKENIZER
@@ -38,21 +39,38 @@ class CheckedRun:
         shape: the model, with the run's dropout.
         layout: the layout at the start, its pipeline split resolved.
         switches: ``(first step in it, layout)`` of each scheduled change, ascending.
-        num_microbatches: micro-batches of one step, over all data ranks.
     """
 
     config: RunConfig
     shape: DecoderShape
     layout: Layout
     switches: tuple[tuple[int, Layout], ...]
-    num_microbatches: int
+
+    def legal(self, layout: Layout, world_size: int = 0) -> Layout:
+        """``layout`` as this run can have it, its pipeline split resolved.
+
+        Args:
+            layout: of all ranks of a world.
+            world_size: of that world; 0 for the one that the configuration asks for.
+
+        Raises:
+            LayoutError: every rule that it breaks, and the nearest legal layouts.
+        """
+        check(layout, self.shape.limits(), world_size=world_size or self.layout.world_size, **_given(self.config))
+        return resolve(layout, self.shape.num_hidden_layers)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """For people, at the start: what is other than asked for in some layouts."""
         layouts = (self.layout, *(layout for _, layout in self.switches)) if self.config.blocks.compile else ()
-        cut = dict.fromkeys(print_layout(layout) for layout in layouts if layout.size("tp") > 1)
-        return tuple(f"blocks stay eager in {text}: torch.compile does not take what tp cuts" for text in cut)
+        reasons = {print_layout(layout): why for layout in layouts if (why := _eager_why(layout))}
+        return tuple(f"blocks stay eager in {text}: torch.compile does not take {why}" for text, why in reasons.items())
+
+
+def _eager_why(layout: Layout) -> str:
+    if layout.size("tp") > 1:
+        return "what tp cuts"
+    return f"the backward in two halves of -{layout.schedule}" if layout.schedule else ""
 
 
 def check_run(config: RunConfig) -> CheckedRun:
@@ -82,7 +100,6 @@ def check_run(config: RunConfig) -> CheckedRun:
         shape=shape,
         layout=layouts[0],
         switches=tuple((switch.step, layout) for switch, layout in zip(config.switch, layouts[1:], strict=True)),
-        num_microbatches=config.batch.global_sequences // config.batch.micro_sequences,
     )
 
 
@@ -121,18 +138,27 @@ def _parsed(key: str, text: str, problems: list[str]) -> Layout | None:
 def _layout_problems(
     key: str, layout: Layout, shape: DecoderShape, config: RunConfig, world_size: int | None
 ) -> list[str]:
-    micro_batches, rest = divmod(config.batch.global_sequences, config.batch.micro_sequences)
-    limits, batches, sequence = shape.limits(), None if rest else micro_batches, config.data.sequence
+    limits, given = shape.limits(), _given(config)
     try:
-        check(layout, limits, world_size=world_size, num_microbatches=batches, sequence=sequence)
+        check(layout, limits, world_size=world_size, **given)
     except LayoutError as error:
         if error.nearest or config.world.size:
             return [f"{key}: {error}"]
         # No layout of that size is legal, but nothing asks for that size.
-        near = nearest(layout, limits, num_microbatches=batches, sequence=sequence)
+        near = nearest(layout, limits, **given)
         said = LayoutError(f"{short_layout(layout)} is not legal here", error.problems, tuple(map(print_layout, near)))
         return [f"{key}: {said}"]
     return []
+
+
+def _given(config: RunConfig) -> dict[str, Any]:
+    """What a run, its model and its world apart, says to the rules of layouts."""
+    micro_batches, rest = divmod(config.batch.global_sequences, config.batch.micro_sequences)
+    return {
+        "num_microbatches": None if rest else micro_batches,
+        "sequence": config.data.sequence,
+        "schedule": config.pipeline.schedule,
+    }
 
 
 def _batch_problems(config: RunConfig) -> list[str]:

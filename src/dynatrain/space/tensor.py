@@ -68,6 +68,10 @@ class State:
             box = (*box[:-1], (0, -(-shape[-1] // self.block)))
         return tuple(ends for dim, ends in enumerate(box) if dim not in self.reduced)
 
+    def dim(self, dim: int) -> int:
+        """The state's own dim that is ``dim`` of the tensor, over which it is not reduced."""
+        return dim - sum(gone < dim for gone in self.reduced)
+
     def cuts(self, cuts: tuple[tuple[str, int], ...], dims: int) -> tuple[tuple[str, int], ...]:
         """Those of a tensor's ``cuts`` that cut the state, by the state's own dims; ``dims`` are the tensor's."""
         if self.scalar or not cuts:
@@ -75,7 +79,7 @@ class State:
         if self.like_tensor:
             return cuts
         gone = {*self.reduced, *range(dims - bool(self.block), dims)}
-        return tuple((axis, dim - sum(d in self.reduced for d in range(dim))) for axis, dim in cuts if dim not in gone)
+        return tuple((axis, self.dim(dim)) for axis, dim in cuts if dim not in gone)
 
 
 Cuts = tuple[tuple[str, int], ...]

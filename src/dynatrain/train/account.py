@@ -11,7 +11,7 @@ import torch
 
 from dynatrain.layout.text import print_layout
 from dynatrain.observe.checkpoints import SCHEMA
-from dynatrain.train.extra_state import extra_states, give_extra_states
+from dynatrain.train.extra_state import unreadable
 from dynatrain.train.party import Party
 from dynatrain.train.registered import snapshot
 from dynatrain.train.states import Leaf, leaves, replace_leaves
@@ -27,7 +27,6 @@ class Account:
         step: the next step.
         layout: as text.
         common: what registered objects hold in common, by label.
-        extra: extra state of modules, by name.
         groups: options of the optimizer's parameter groups; ``params`` are names of this rank's.
         streams: random streams of this rank.
     """
@@ -35,7 +34,6 @@ class Account:
     step: int
     layout: str
     common: dict[str, Any]
-    extra: dict[str, Any]
     groups: list[dict[str, Any]]
     streams: dict[str, Any]
 
@@ -52,20 +50,13 @@ class Account:
             step=step,
             layout=print_layout(world.layout),
             common={label: _common(label, thing, world) for label, thing in world.objects.items()},
-            extra=copy.deepcopy(extra_states(world.parts)),
             groups=groups,
             streams=Streams.read(party.device).state(),
         )
 
     def table(self) -> dict[str, Any]:
         """What is equal on all ranks, as a checkpoint has it; parameter groups stand beside it."""
-        return {
-            "schema": SCHEMA,
-            "step": self.step,
-            "layout": self.layout,
-            "objects": self.common,
-            "extra": self.extra,
-        }
+        return {"schema": SCHEMA, "step": self.step, "layout": self.layout, "objects": self.common}
 
     def require_readable(self) -> None:
         """Refuse common state that could be written and not read back: reading runs no code of a pickle's.
@@ -73,14 +64,9 @@ class Account:
         Raises:
             ValueError: whose it is.
         """
-        for label, state in (self.common | self.extra).items():
-            try:
-                _read(_written(state))
-            except Exception as error:
-                raise ValueError(
-                    f"the state of {label} could not be read back; keep to numbers, texts, tensors and containers of "
-                    f"them: {str(error).splitlines()[0]}"
-                ) from error
+        for label, state in self.common.items():
+            if why := unreadable(state):
+                raise ValueError(f"the state of {label} could not be read back; {why}")
 
     def to_text(self) -> str:
         """As text; :meth:`from_text` reads it."""
@@ -95,22 +81,18 @@ class Account:
             step=table["step"],
             layout=table["layout"],
             common=table["objects"],
-            extra=table["extra"],
             groups=groups,
             streams=streams,
         )
 
 
-def take(
-    world: World, objects: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]
-) -> None:
+def take(world: World, objects: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Give a world whose tensors were filled in place what an account says of the rest.
 
     Args:
-        world: its objects, optimizer groups and modules are written.
+        world: its objects and optimizer groups are written.
         objects: common state by label.
         groups: options; those of how to compute are the layout's own business, and stay.
-        extra: extra state of modules.
     """
     held = world.object_leaves()
     for label, thing in world.objects.items():
@@ -118,17 +100,13 @@ def take(
         thing.load_state_dict(replace_leaves(objects[label], [], live))
     for group, told in zip(world.optimizer.param_groups, groups, strict=True):
         group |= {key: told[key] for key in group.keys() - set(MECHANICS) if key in told}
-    give_extra_states(world.parts, extra)
 
 
-def mismatches(world: World, objects: Mapping[str, Any], extra: Mapping[str, Any], num_groups: int) -> tuple[str, ...]:
+def mismatches(world: World, objects: Mapping[str, Any], num_groups: int) -> tuple[str, ...]:
     """Why an account is none of the job that ``world`` is; empty where it is."""
     told, here = objects.keys(), world.objects.keys()
     problems = [f"it has {label}, which is not registered here" for label in sorted(told - here)]
     problems += [f"it has no {label}, which is registered here" for label in sorted(here - told)]
-    told, here = extra.keys(), extra_states(world.parts).keys()
-    problems += [f"it has extra state of {name}, which no module here has" for name in sorted(told - here)]
-    problems += [f"it has no extra state of {name}" for name in sorted(here - told)]
     if num_groups != len(world.optimizer.param_groups):
         problems.append(f"it has {num_groups} parameter groups, the optimizer here {len(world.optimizer.param_groups)}")
     return tuple(problems)

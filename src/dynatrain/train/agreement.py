@@ -1,13 +1,16 @@
 """A question that every rank answers with something to tell the others."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dynatrain.cluster.board import Board
 from dynatrain.cluster.causes import names
 from dynatrain.execute.rounds import RoundRefused
 from dynatrain.execute.transport import TransportError
+
+T = TypeVar("T")
 
 HEAR_SECONDS = 0.5
 """How long a rank that must give up waits for the others' words. When a transfer breaks, every rank sees it within
@@ -26,6 +29,10 @@ class SwitchAbortedError(RuntimeError):
     def __init__(self, why: str, *, proven: bool = False) -> None:
         self.proven = proven
         super().__init__(why)
+
+
+class StartRefusedError(ValueError):
+    """Some ranks cannot begin with what they were given; the text names them, equally on every rank."""
 
 
 class SwitchFailedError(RuntimeError):
@@ -99,6 +106,29 @@ def exchange(
     if "abort" in found:
         raise SwitchAbortedError(found["abort"], proven=found.get("proven", False))
     return Everyone({who: vote["payload"] for who, vote in told.items()})
+
+
+def on_every_rank(board: Board, topic: str, rank: int, work: Callable[[], T], *, timeout: float) -> T:
+    """What ``work()`` gives on this rank, when it has succeeded on all of them.
+
+    Raises:
+        Exception: what ``work`` raised here, where it failed on every rank with the same words.
+        StartRefusedError: it failed elsewhere, or otherwise; or a rank was late.
+    """
+    error: Exception | None = None
+    try:
+        done = work()
+    except Exception as problem:  # noqa: BLE001 - told to all ranks
+        error = problem
+    try:
+        exchange(
+            board, topic, rank, payload=None, objection=None if error is None else objection_of(error), timeout=timeout
+        )
+    except SwitchAbortedError as refused:
+        if error is not None and (str(refused) == words_of(error) or board.world_size == 1):
+            raise error from None
+        raise StartRefusedError(str(refused)) from error
+    return done
 
 
 def _hear(board: Board, topic: str, seconds: float) -> None:

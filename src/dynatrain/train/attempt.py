@@ -27,13 +27,12 @@ from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError, obj
 from dynatrain.train.check import Check
 from dynatrain.train.compiled import compile_seconds
 from dynatrain.train.copies import settle_copies
-from dynatrain.train.equal import require_equal
+from dynatrain.train.extra_state import give_extra_states
 from dynatrain.train.gradients import forget, give
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import bind, leaf_values, quiesce, remember, retire_world, unbind
 from dynatrain.train.preparation import Preparation
-from dynatrain.train.quiet import stand_still
-from dynatrain.train.registered import common
+from dynatrain.train.quiet import agree_on, facts_of, stand_still
 from dynatrain.train.streams import Streams
 from dynatrain.train.world import World
 
@@ -91,20 +90,21 @@ class Attempt(Preparation):
             raise
 
     def _quiesce(self) -> None:
-        objection, facts = None, {}
+        objection, facts = None, None
+        assert self.new is not None
         try:
             self._channel.at("quiesce")
-            facts = common(self.old)
             if self.way.crossing is not None and self.party.rank == 0:
                 self._tell()
             self._old_pieces = stand_still(
                 self.party, self.old, self.target, inside=bool(self.order.after), gives_up=self._tight
             )
+            facts = facts_of(self.way, self.old, self.new)
             if self._compares_first:
                 self._proved.note(self._old_pieces)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
-        require_equal(self.way.of_old(self._channel.ask("quiesce", facts, objection)))
+        agree_on(self.way, self._channel.ask("quiesce", facts, objection), self.old, self.new)
         if self.way.crossing is not None:
             self.books = json.loads(self.party.board.peek(_BOOKS) or "{}")
 
@@ -167,9 +167,10 @@ class Attempt(Preparation):
 
     def _take_account(self, new: World) -> None:
         account = Account.from_text(self.party.board.peek(_ACCOUNT) or "")
-        if problems := mismatches(new, account.common, account.extra, len(account.groups)):
+        if problems := mismatches(new, account.common, len(account.groups)):
             raise SwitchAbortedError("a newcomer is built otherwise than the run: " + "; ".join(problems))
-        take(new, account.common, account.groups, account.extra)
+        take(new, account.common, account.groups)
+        give_extra_states(new.owners, new.given)
         assert self.way.after is not None
         Streams.of(account.streams).of_new_rank(self.way.after.rank, account.step).restore(self.party.device)
         self.step = account.step

@@ -1,6 +1,7 @@
 """``torch.compile`` of each transformer block.
 
-Blocks are cut by tp as DTensors, whose backward torch cannot compile; such blocks stay eager. Of a compiled block, what
+Blocks are cut by tp as DTensors, whose backward torch cannot compile, and it compiles no backward in two halves, as
+zero-bubble schedules run it; such blocks stay eager. Of a compiled block, what
 torch cannot hold in a graph, or would compile anew at each step, stays eager too: masks of dropout, which are keyed by
 the step; attention that sends messages, or drops; experts, whose rows are as many as come.
 
@@ -26,10 +27,10 @@ def compile_blocks(part: DecoderPart, layout: Layout, backend: str) -> None:
 
     Args:
         part: its blocks are replaced; their parameters keep their canonical names.
-        layout: blocks that tp cuts are left alone.
+        layout: blocks that tp cuts, or whose backward comes in halves, are left alone.
         backend: of ``torch.compile``; empty for none.
     """
-    if not backend or layout.size("tp") > 1:
+    if not backend or layout.size("tp") > 1 or layout.schedule:
         return
     for number, block in list(part.layers.items()):
         for module in _eager(block, sends=layout.size("cp") > 1):

@@ -83,7 +83,7 @@ def _cut(experts: GroupedExperts, layout: Layout, mesh: DeviceMesh) -> None:
     for name, weight in list(experts.named_parameters(recurse=False)):
         dims = {"ep": 0, "etp": _ETP_DIM[name]}
         cut = distribute_tensor(weight.detach(), mesh[axes], [Shard(dims[axis]) for axis in axes])
-        setattr(experts, name, nn.Parameter(cut))
+        setattr(experts, name, nn.Parameter(cut, requires_grad=weight.requires_grad))
 
 
 def shard_experts(part: DecoderPart, layout: Layout, **options: Any) -> None:
@@ -94,12 +94,14 @@ def shard_experts(part: DecoderPart, layout: Layout, **options: Any) -> None:
         layout: of all ranks.
         options: of ``fully_shard``.
     """
-    if not any(True for _ in _mixtures(part)):
+    held = {id(param) for block in _mixtures(part) for param in block.experts.parameters()}
+    if not held:
         return
     tensors = {tensor.name: tensor for tensor in catalogue(part.shape, optimizer="")}
     dims = {
         id(param): dict(cuts_under(layout, tensors[canonical_name(part, path)])).get("efsdp", 0)
         for path, param in part.named_parameters()
+        if id(param) in held
     }
 
     def placement(param: nn.Parameter) -> Shard:
@@ -119,7 +121,7 @@ class _Copied(ParallelStyle):
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for name, weight in list(module.named_parameters(recurse=False)):
             copied = distribute_tensor(weight.detach(), mesh, [Replicate()])
-            module.register_parameter(name, nn.Parameter(copied))
+            module.register_parameter(name, nn.Parameter(copied, requires_grad=weight.requires_grad))
         return module
 
 

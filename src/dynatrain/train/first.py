@@ -9,8 +9,9 @@ from dynatrain.execute.pages import mapped_apart
 from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
 from dynatrain.train.adopt import adopt
+from dynatrain.train.agreement import on_every_rank
 from dynatrain.train.groups import GroupPool
-from dynatrain.train.install import check_carried, make_world
+from dynatrain.train.install import check_carried, make_world, survey
 from dynatrain.train.party import Party
 from dynatrain.train.registered import try_out
 from dynatrain.train.states import UnknownStateError, create_optimizer_state, leaves
@@ -89,6 +90,23 @@ def join(party: Party, world: World, label: str, thing: Any) -> None:
     else:
         try_out(label, thing, world.found)
         world.objects[label] = thing
+
+
+def register(party: Party, world: World, label: str, thing: Any) -> None:
+    """As :func:`join`, of what comes when all ranks train: they agree on it, and its memory is counted."""
+    on_every_rank(
+        party.board,
+        f"join/{label}",
+        party.rank,
+        lambda: join(party, world, label, thing),
+        timeout=party.deadline,
+    )
+    survey(party, world, f"survey/{label}")
+    party.memory.hold(
+        piece
+        for granule, piece in world.pieces(party.rank, party.device).items()
+        if world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label
+    )
 
 
 def _made(label: str, factory: Any, world: World) -> Any:

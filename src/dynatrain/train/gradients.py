@@ -5,29 +5,22 @@ in pieces: of the old world, so that an abort finds it, and of the new one, whic
 with a copy of the latter, since the rest of the step adds to it before the switch is decided.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.adopt import shard_like
+from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.party import Party
 from dynatrain.train.states import UnknownStateError
-from dynatrain.train.torch_private import local_tensor
+from dynatrain.train.torch_private import local_tensor, unreduced
 from dynatrain.train.world import GRAD, World
 
 
 def with_gradients(states: Mapping[str, tuple[State, ...]], world: World) -> dict[str, tuple[State, ...]]:
-    """``states``, and the gradients of the tensors of ``world`` that are trained.
-
-    Raises:
-        UnknownStateError: a fused or padded parameter, by name: its gradient is not read in parts.
-    """
-    if fused := [name for name in states if name not in world.found]:
-        raise UnknownStateError(
-            f"{', '.join(fused)}: parts of fused or padded parameters; those switch at step edges, not inside a step"
-        )
+    """``states``, and the gradients of the tensors of ``world`` that are trained."""
     return {
         name: (*of, State(GRAD, of[0].dtype)) if world.found[name].value.requires_grad else of
         for name, of in states.items()
@@ -49,38 +42,72 @@ def inside(world: World, told: Catalogue) -> World:
 def take(party: Party, world: World) -> None:
     """Move this rank's gradients out of ``.grad`` into pieces of their own.
 
+    A parameter that no backward has touched in this step so far has zeros for a piece, and is among ``untouched``.
+
     Raises:
-        UnknownStateError: a gradient is not there, or is not reduced; by name, and then none was moved.
+        UnknownStateError: a gradient is not reduced; by name, and then none was moved.
     """
-    trained = {
-        tensor.name: world.found[tensor.name].value
+    entries = dict.fromkeys(
+        world.where[tensor.name][0]
         for tensor in world.catalogue
-        if tensor.states[-1].name == GRAD and tensor.name in world.found
-    }
-    if missing := [name for name, param in trained.items() if param.grad is None]:
+        if tensor.states[-1].name == GRAD and tensor.name in world.where
+    )
+    trained = {name: world.found[name].value for name in entries}
+    whole = set().union(*map(unreduced, world.parts))
+    if waiting := [name for name, param in trained.items() if id(param) in whole]:
         raise UnknownStateError(
-            f"{', '.join(missing)}: no gradient after this part of the step; a part ends with reduced gradients "
-            "(FSDP2: set_requires_gradient_sync(True) for its last backward), and what is never trained is frozen"
+            f"{', '.join(waiting)}: the gradient after this part of the step is not reduced; a part ends with reduced "
+            "gradients (FSDP2: set_requires_gradient_sync(True) for its last backward)"
         )
+    world.untouched = frozenset(
+        logical for name, param in trained.items() if param.grad is None for logical in world.found[name].names
+    )
     for name, param in trained.items():
-        gradient = local_tensor(param.grad)
-        piece = party.memory.allocate(tuple(gradient.shape), gradient.dtype)
-        world.gradients[name] = piece.copy_(gradient)
+        local = local_tensor(param.detach() if param.grad is None else param.grad)
+        piece = party.memory.allocate(tuple(local.shape), local.dtype)
+        world.gradients[name] = piece.zero_() if param.grad is None else piece.copy_(local)
         param.grad = None  # FSDP2 reduces a unit's gradients into one storage, which goes with the last of them
+
+
+def agree_untouched(world: World, told: Sequence[Sequence[str]]) -> None:
+    """Write into ``world`` which gradients no backward has touched, on any rank.
+
+    Args:
+        world: of which :func:`take` has moved gradients.
+        told: ``untouched`` of every rank.
+
+    Raises:
+        SwitchAbortedError: ranks that hold parts of one gradient do not agree; by name, on every rank alike.
+    """
+    assert world.ownership is not None
+    untouched = frozenset().union(*told)
+    problems = []
+    for tensor in world.catalogue:
+        if tensor.name in untouched:
+            holders = [rank for rank in range(len(told)) if world.ownership.box(tensor, rank) is not None]
+            if others := [rank for rank in holders if tensor.name not in told[rank]]:
+                problems.append(
+                    f"{tensor.name}: ranks {others} have a gradient after this part of the step, others none"
+                )
+    if problems:
+        raise SwitchAbortedError("; ".join(problems))
+    world.untouched = untouched
 
 
 def give(world: World, pieces: Mapping[str, torch.Tensor]) -> None:
     """Let training go on in ``world`` from copies of ``pieces``, gradients by name."""
     for name, piece in pieces.items():
-        param = world.found[name].value
-        param.grad = shard_like(param, piece.flatten().clone())
+        entry = world.found[name]
+        if not world.untouched.issuperset(entry.names):
+            param = entry.value
+            param.grad = shard_like(param, piece.flatten().clone())
 
 
 def forget(party: Party, world: World) -> None:
     """Free the pieces: ``world`` has no gradients among its states any more."""
     for piece in world.gradients.values():
         party.memory.drop(piece)
-    world.gradients = {}
+    world.gradients, world.untouched = {}, frozenset()
     world.catalogue = tuple(
         replace(tensor, states=tensor.states[:-1]) if tensor.states[-1].name == GRAD else tensor
         for tensor in world.catalogue

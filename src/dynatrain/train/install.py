@@ -12,13 +12,13 @@ from torch import nn
 from dynatrain.execute.pieces import Piece, Pieces, misfits
 from dynatrain.layout.layout import Layout
 from dynatrain.plan.plan import Granule
-from dynatrain.space.box import shape_of
+from dynatrain.space.box import shape_of, whole
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.adopt import adopt, shard_like
-from dynatrain.train.agreement import SwitchAbortedError, exchange
+from dynatrain.train.agreement import SwitchAbortedError, exchange, on_every_rank
 from dynatrain.train.equal import require_equal
-from dynatrain.train.extra_state import check_extra_states, extra_states, give_extra_states
+from dynatrain.train.extra_state import check_extra_states, give_extra_states
 from dynatrain.train.gradients import give
 from dynatrain.train.groups import GroupPool, building
 from dynatrain.train.hooks import built_hooks, carry_hooks, check_hooks
@@ -36,7 +36,7 @@ from dynatrain.train.optimizers.several import Several
 from dynatrain.train.party import Party
 from dynatrain.train.registered import check_holders, common, snapshot
 from dynatrain.train.retire import retire
-from dynatrain.train.segments import SegmentError, local_shape
+from dynatrain.train.segments import SegmentError, held_shape
 from dynatrain.train.states import Form, Leaf, UnknownStateError, forms, replace_leaves
 from dynatrain.train.torch_private import local_tensor
 from dynatrain.train.world import GRAD, Forwards, World, as_parts, carry_groups
@@ -62,13 +62,13 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
     for part in parts:
         part.register_forward_pre_hook(forwards)
     hooks = built_hooks(parts, optimizer)
-    return World(layout, mesh, parts, optimizer, found, built_hooks=hooks, forwards=forwards)
+    return World(layout, mesh, parts, optimizer, found, built_hooks=hooks, forwards=forwards, rule=party.names)
 
 
 def report(world: World, states: Mapping[str, tuple[State, ...]], rank: int) -> list[Any]:
     """This rank's tensors, as plain JSON values for the other ranks."""
     return [
-        [d.name, d.shape, d.cuts, [astuple(s) for s in d.states], d.stage, d.spans, d.within]
+        [d.name, d.shape, d.cuts, [astuple(s) for s in d.states], d.stage, d.spans, d.along, d.within]
         for d in describe(world.found, states, world.layout, rank)
     ]
 
@@ -90,10 +90,11 @@ def read_reports(reports: list[Any], layout: Layout) -> tuple[Catalogue, Ownersh
                 tuple((a, d) for a, d in cuts),
                 tuple(map(_state, states)),
                 stage,
-                tuple((start, stop, room) for start, stop, room in spans),
+                tuple((start, stop, local, room) for start, stop, local, room in spans),
+                along,
                 within,
             )
-            for name, shape, cuts, states, stage, spans, within in one
+            for name, shape, cuts, states, stage, spans, along, within in one
         ]
         for one in reports
     ]
@@ -106,11 +107,26 @@ def _state(fields: list[Any]) -> State:
 
 
 def survey(party: Party, world: World, topic: str) -> None:
-    """Agree on the whole job with all ranks and write it into ``world``: its catalogue and ownership."""
-    kept = [[state, *astuple(form)] for state, form in forms(world.object_leaves(), world.found).items()]
-    used = sorted({key for name in world.found if (key := party.segments.key(name))})
-    payload = [report(world, world.states(), party.rank), common(world), kept, used]
+    """Agree on the whole job with all ranks and write it into ``world``: its catalogue and ownership.
+
+    Raises:
+        UnplacedTensorError, UnknownStateError, SegmentError, StartRefusedError: on every rank, also where one alone
+            has what cannot be switched.
+    """
+
+    def own() -> list[Any]:
+        kept = [[state, *astuple(form)] for state, form in forms(world.object_leaves(), world.found).items()]
+        used = sorted({key for name in world.found if (key := party.segments.key(name))})
+        return [report(world, world.states(), party.rank), common(world), kept, used]
+
+    payload = on_every_rank(party.board, f"{topic}/own", party.rank, own, timeout=party.deadline)
     told = exchange(party.board, topic, party.rank, payload=payload, timeout=party.deadline).in_order()
+    on_every_rank(
+        party.board, f"{topic}/read", party.rank, lambda: _write_down(party, world, told), timeout=party.deadline
+    )
+
+
+def _write_down(party: Party, world: World, told: list[Any]) -> None:
     require_equal([facts for _, facts, _, _ in told])
     world.catalogue, world.ownership = read_reports([tensors for tensors, _, _, _ in told], world.layout)
     world.forms = _merged([kept for _, _, kept, _ in told])
@@ -139,7 +155,7 @@ def check_carried(world: World, target: Layout) -> None:
     """
     check_holders(world)
     staged = max(world.layout.size("pp"), target.size("pp")) > 1
-    check_extra_states(world.parts, staged=staged)
+    check_extra_states(world.owners, staged=staged)
     check_hooks(world.parts, world.optimizer, world.found, world.built_hooks, staged=staged)
 
 
@@ -202,9 +218,9 @@ def allocate(party: Party, old: World, new: World, granule: Granule, shared: Sha
     if slot is None or state.scalar:
         return Piece(party.memory.allocate(shape_of(box), dtype, stored), box)
     if (name, state.name) not in shared:
-        rows = local_shape(entry.slots, box)
-        stored = stored or math.prod((len(local_tensor(entry.value)), *rows[1:])) * dtype.itemsize
-        shared[name, state.name] = party.memory.allocate(rows, dtype, stored)
+        held = held_shape(entry.slots, shape_of(box), state)
+        stored = stored or math.prod(_local_shape(entry, state)) * dtype.itemsize
+        shared[name, state.name] = party.memory.allocate(held, dtype, stored)
     return Piece(slot.view(shared[name, state.name], state, shape_of(box)), box)
 
 
@@ -223,23 +239,29 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
         name, slot = new.where[tensor.name]
         if slot is None or slot.number == 0:
             state = tensor.states[number]
-            whole = slot is not None and not state.scalar
-            by_name.setdefault(name, {})[state.name] = _local(new.found[name], piece) if whole else piece.tensor
+            shares = slot is not None and not state.scalar
+            by_name.setdefault(name, {})[state.name] = _local(new.found[name], state, piece) if shares else piece.tensor
     flats = {name: _whole_storage(by_name[name][entry.kind]) for name, entry in new.found.items()}
     new.found = adopt(new.parts, new.found, flats, [new.optimizer])
     new.forms = old.forms
     _bind_optimizer(old, new, by_name)
+    new.untouched = old.untouched
     new.gradients = {name: by_name[name][GRAD] for name in new.found if GRAD in by_name[name]}
     give(new, new.gradients)
     carry_hooks(old, new)
-    give_extra_states(new.parts, extra_states(old.parts))
+    give_extra_states(new.owners, new.given)
     _bind_objects(party, old, new, by_name)
 
 
-def _local(entry: Entry, piece: Piece) -> torch.Tensor:
+def _local(entry: Entry, state: State, piece: Piece) -> torch.Tensor:
     """All of this rank's rows in the storage of a fused or padded tensor, of which ``piece`` is one state's first."""
-    shape = len(local_tensor(entry.value)), *shape_of(piece.box)[1:]
+    shape = _local_shape(entry, state)
     return _whole_storage(piece.tensor)[: math.prod(shape)].view(shape)
+
+
+def _local_shape(entry: Entry, state: State) -> tuple[int, ...]:
+    """Shape of a state of a live tensor on this rank, rows that a padded vocabulary adds included."""
+    return shape_of(state.box(whole(local_tensor(entry.value).shape), entry.value.shape))
 
 
 def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -297,8 +319,8 @@ def _new_leaves(label: str, new: World, by_name: Mapping[str, Mapping[str, torch
         for state, form in new.forms.items():
             value = by_name[name].get(state)
             if form.label == label and value is not None:
-                whole = shard_like(entry.value, value.flatten())
-                kept = (local_tensor(whole) if form.plain else whole).detach()
+                full = shard_like(entry.value, value.flatten())
+                kept = (local_tensor(full) if form.plain else full).detach()
                 spelled = name if form.canonical else _path(entry)
                 made.append(Leaf(label, form.inside, form.prefix + spelled, name, spelled, kept))
     return made

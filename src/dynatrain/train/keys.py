@@ -27,6 +27,11 @@ def streams_path(rank: int) -> Place:
     return ("streams", str(rank))
 
 
+def extra_path(name: str) -> Place:
+    """Where the extra state of a module stands."""
+    return ("extra", name)
+
+
 def granule_paths(world: World) -> Iterator[tuple[Granule, Place]]:
     """Every state of every tensor, and where it stands."""
     for index, tensor in enumerate(world.catalogue):

@@ -66,6 +66,7 @@ class Described:
     states: tuple[State, ...]
     stage: int
     spans: tuple[Span, ...] = ()
+    along: int = 0
     within: str = ""
 
 
@@ -103,8 +104,8 @@ def find_slots(found: Mapping[str, Entry], segments: Segments, layout: Layout, r
             if segments.key(name):
                 shape, cuts = tuple(entry.value.shape), cuts_of(entry.value)
                 ways = {axis: layout.ways(axis) for axis, _ in cuts}
-                at = 0
-                for axis in (axis for axis, dim in cuts if dim == 0):
+                along, at = segments.along(name, shape), 0
+                for axis in (axis for axis, dim in cuts if dim == along):
                     at = at * ways[axis] + layout.index(axis, rank)
                 entry.slots = segments.slots(name, shape, cuts, ways, at)
         except ValueError as problem:
@@ -171,7 +172,7 @@ def describe(
             )
         problems += check_states(name, entry.slots, states[name])
         described += [
-            replace(item, name=slot.name, shape=slot.shape, spans=slot.spans, within=slot.within)
+            replace(item, name=slot.name, shape=slot.shape, spans=slot.spans, along=slot.along, within=slot.within)
             for slot in entry.slots
         ] or [item]
     if problems:
@@ -214,7 +215,8 @@ def merge(reports: Sequence[Sequence[Described]], layout: Layout) -> tuple[Catal
         for name, (_, item) in first.items()
     )
     placements = {
-        name: Placement(item.cuts, tuple(sorted(stages[name])), item.spans) for name, (_, item) in first.items()
+        name: Placement(item.cuts, tuple(sorted(stages[name])), item.spans, item.along)
+        for name, (_, item) in first.items()
     }
     return catalogue, Ownership(layout, placements)
 

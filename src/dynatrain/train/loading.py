@@ -14,8 +14,9 @@ from dynatrain.plan.shelves import reads
 from dynatrain.space.box import volume, whole
 from dynatrain.space.tensor import Catalogue, values_of
 from dynatrain.train.account import mismatches, take
-from dynatrain.train.agreement import exchange, objection_of
-from dynatrain.train.keys import STATE, flat, granule_path, streams_path
+from dynatrain.train.agreement import SwitchAbortedError, exchange, objection_of
+from dynatrain.train.extra_state import give_extra_states
+from dynatrain.train.keys import STATE, extra_path, flat, granule_path, streams_path
 from dynatrain.train.party import Party
 from dynatrain.train.streams import Streams
 from dynatrain.train.world import MECHANICS, World
@@ -46,13 +47,14 @@ def load(party: Party, world: World, path: Path, topic: str, rename: Rename | No
     Raises:
         SwitchAbortedError: it cannot be loaded: what is missing, what is left over, what is damaged; on all ranks.
     """
-    objection, found = None, None
+    objection, found, here = None, None, sorted({owner.name for owner in world.owners})
     try:
         found = _Found(party, world, path, rename)
     except Exception as problem:  # noqa: BLE001 - told to all ranks
         objection = objection_of(problem)
-    exchange(party.board, topic, party.rank, payload=None, objection=objection, timeout=LOAD_SECONDS)
+    told = exchange(party.board, topic, party.rank, payload=here, objection=objection, timeout=LOAD_SECONDS)
     assert found is not None
+    found.match_extra({name for names in told.payloads.values() for name in names})
     found.fill()
     exchange(party.board, f"{topic}/filled", party.rank, payload=None, timeout=LOAD_SECONDS)
     return found.step
@@ -90,13 +92,30 @@ class _Found:
         """The step that comes next."""
         return int(self._account["step"]) if self._account else 0
 
+    def match_extra(self, here: set[str]) -> None:
+        """Hold the extra state that it has against the modules ``here``, on any rank.
+
+        Raises:
+            SwitchAbortedError: by name; on every rank alike.
+        """
+        if self._account is None:
+            return
+        prefix = flat(extra_path(""))
+        saved = {key.removeprefix(prefix) for key in self._folder.objects if key.startswith(prefix)}
+        problems = [f"it has extra state of {name}, which no module here has" for name in sorted(saved - here)]
+        problems += [f"it has no extra state of {name}" for name in sorted(here - saved)]
+        if problems:
+            raise SwitchAbortedError(f"{self._folder.path} cannot be loaded: {'; '.join(problems)}")
+
     def fill(self) -> None:
         """Overwrite everything."""
         party, world = self._party, self._world
         read_into(world.pieces(party.rank, party.device), self._shelf, world.catalogue, self._fetches)
         if self._account is None:
             return
-        take(world, self._account["objects"], self._groups(), self._account.get("extra", {}))
+        take(world, self._account["objects"], self._groups())
+        names = {owner.name for owner in world.owners}
+        give_extra_states(world.owners, {name: self._folder.read(flat(extra_path(name))) for name in names})
         self._restore_streams()
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -119,8 +138,7 @@ class _Found:
         if self._account is None:
             return
         num_groups = len({key.split(".")[2] for key in self._folder.objects if key.startswith("optim.param_groups.")})
-        account = self._account["objects"], self._account.get("extra", {})
-        if problems := mismatches(self._world, *account, num_groups):
+        if problems := mismatches(self._world, self._account["objects"], num_groups):
             raise FolderError(f"{self._folder.path} cannot be loaded", problems)
 
 

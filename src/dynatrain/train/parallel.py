@@ -88,7 +88,7 @@ def build_parts(
     for stage in held_stages(layout, mesh.get_local_rank("pp")):
         part = _cut_part(shape, layout, mesh, stage, streams, master_dtype(precision.compute))
         compile_blocks(part, layout, compile_with)
-        recompute_blocks(part, recompute)
+        recompute_blocks(part, recompute, halves=bool(layout.schedule))
         _shard(part, layout, mesh["fsdp"], precision)
         _reduce_in_tree(part, layout, mesh["dp"].get_group())
         parts.append(part)

@@ -17,9 +17,6 @@ from dynatrain.config.own import load_own
 from dynatrain.config.run import RunConfig
 from dynatrain.data.prepare import open_samples, open_validation
 from dynatrain.data.samples import Samples
-from dynatrain.layout.layout import Layout
-from dynatrain.layout.legality import check
-from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import parse_layout, print_layout
 from dynatrain.models.decoder import canonical_name
 from dynatrain.observe.checkpoints import newest
@@ -162,7 +159,7 @@ def _switcher(
         inside={switch.step: switch.after_micro_batches for switch in config.switch},
         worlds=seat.worlds,
         recorder=recorder,
-        legal=lambda text, world_size: legal_layout(checked, text, world_size),
+        legal=lambda text, world_size: checked.legal(parse_layout(text), world_size),
         device=device,
         hook=progress.event,
         ranks_per_node=context.ranks_per_node,
@@ -261,20 +258,3 @@ def validation_of(checked: CheckedRun, folder: Path) -> Validation | None:
     data = checked.config.data
     held_out = open_validation(folder, data.sequence, document_mask=data.document_mask)
     return Validation(data=held_out, every=asked.every, batches=asked.batches)
-
-
-def legal_layout(checked: CheckedRun, text: str, world_size: int) -> Layout:
-    """A layout that this run can have, its pipeline split resolved.
-
-    Raises:
-        LayoutError: every rule that it breaks, and the nearest legal layouts.
-    """
-    layout = parse_layout(text)
-    check(
-        layout,
-        checked.shape.limits(),
-        world_size=world_size,
-        num_microbatches=checked.num_microbatches,
-        sequence=checked.config.data.sequence,
-    )
-    return resolve(layout, checked.shape.num_hidden_layers)

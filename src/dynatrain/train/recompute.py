@@ -5,7 +5,8 @@ products and of torch's fused attention, which cost the most to compute again; r
 small products, and experts, which FSDP gathers inside the block, are computed again.
 
 All ranks of a layout send a block's collectives a second time, in the same order: what is computed again follows from
-the block alone. Dropout is keyed, so its masks come again; routers count in backward, once.
+the block alone. Dropout is keyed, so its masks come again; routers count in backward, once. A zero-bubble schedule
+runs a block's backward in two halves, for its input and for its weights, and each half computes the block again.
 """
 
 from functools import partial
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.experts import Exchange, MixtureOfExperts
-from dynatrain.train.torch_private import without_modes
+from dynatrain.train.torch_private import Lasting, without_modes
 
 RECOMPUTE = ("none", "full", "selective")
 """What may be asked for."""
@@ -35,19 +36,20 @@ _KEPT = {
 }
 
 
-def recompute_blocks(part: DecoderPart, what: str) -> None:
+def recompute_blocks(part: DecoderPart, what: str, *, halves: bool = False) -> None:
     """Wrap every block of ``part`` in torch's checkpoint; before ``fully_shard``, which gathers it once for both.
 
     Args:
         part: its blocks are replaced; their parameters keep their canonical names.
         what: one of :data:`RECOMPUTE`.
+        halves: backward comes in two halves, so what is kept has to last for both.
     """
     if what == "none":
         return
     # No stream of torch is drawn from inside a block, so there is none to put back.
     options: dict[str, Any] = {"preserve_rng_state": False}
     if what == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = _lasting_contexts if halves else _contexts
     for number, block in list(part.layers.items()):
         if what == "selective" and isinstance(block.mlp, MixtureOfExperts):
             block.mlp.exchange = _Unwatched(block.mlp.exchange)
@@ -56,6 +58,14 @@ def recompute_blocks(part: DecoderPart, what: str) -> None:
 
 def _policy(_context: Any, op: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_contexts = partial(create_selective_checkpoint_contexts, _policy)
+
+
+def _lasting_contexts() -> tuple[Any, Any]:
+    forward, again = _contexts()
+    return forward, Lasting(again)
 
 
 class _Unwatched(Exchange):

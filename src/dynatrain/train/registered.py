@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from dynatrain.train.equal import hash_of
-from dynatrain.train.extra_state import extra_states
 from dynatrain.train.live import Entry
 from dynatrain.train.optimizers.several import members
 from dynatrain.train.states import Leaf, UnknownStateError, leaves, replace_leaves
@@ -87,8 +86,8 @@ def check_holders(world: World) -> None:
 
 
 def common(world: World) -> dict[str, str]:
-    """A hash of each thing that must be equal on all ranks: objects' common state, extra state, optimizer options."""
-    facts = {f"the extra state of {name}": hash_of(state) for name, state in extra_states(world.parts).items()}
+    """A hash of each thing that must be equal on all ranks: objects' common state, optimizer options."""
+    facts = {}
     for label, thing in world.objects.items():
         state = thing.state_dict()
         held = () if is_scheduler(thing) else leaves(label, state, world.found)

@@ -4,6 +4,7 @@ Nothing here stops training: whatever goes wrong ends the save alone, on all ran
 over the board, never by a collective.
 """
 
+import copy
 import shutil
 import threading
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from dynatrain.observe.checkpoints import SCHEMA, File, Manifest, complete, part
 from dynatrain.plan.shelves import written_pieces
 from dynatrain.train.account import Account
 from dynatrain.train.agreement import Objection, SwitchAbortedError, exchange, objection_of
-from dynatrain.train.keys import STATE, Place, flat, granule_paths, group_paths, streams_path
+from dynatrain.train.extra_state import extra_states, speaks, unreadable
+from dynatrain.train.keys import STATE, Place, extra_path, flat, granule_paths, group_paths, streams_path
 from dynatrain.train.party import Party
 from dynatrain.train.snapshot import Snapshot
 from dynatrain.train.world import World
@@ -71,6 +73,7 @@ class Saving:
         self._topic = f"c{number}"
         self._rank = party.rank
         self._account = Account.of(party, world, step)
+        self._extra = copy.deepcopy(extra_states(world.owners)) if speaks(world.layout, party.rank) else {}
         self._places: dict[str, Place] = {flat(place): place for _, place in granule_paths(world)}
         self._states = tuple(dict.fromkeys(state.name for tensor in world.catalogue for state in tensor.states))
         self._snapshot, self._chunks = _chunks(party, saves, world)
@@ -114,21 +117,21 @@ class Saving:
         partial = partial_folder(self._folder)
         objection, told, there = None, None, False
         try:
+            self._require_readable()
             if self._rank == 0:
                 there = usable(self._folder)
-                self._account.require_readable()
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
         names = [group["params"] for group in self._account.groups]
-        heard = self._ask("begin", [there, names], objection)
+        heard = self._ask("begin", [there, names, list(self._extra)], objection)
         self.unchanged = heard[0][0]  # by rank 0's word: another may not see the folder yet
         if self.unchanged:
             self._snapshot.give_up("there is nothing to save")
             shutil.rmtree(partial, ignore_errors=True)
             return
-        groups = _merged(self._account.groups, [names for _, names in heard])
+        groups = _merged(self._account.groups, [names for _, names, _ in heard])
         objection = None
         try:
             partial.mkdir(parents=True, exist_ok=True)  # there already, if all share the disk, as they must
@@ -141,26 +144,38 @@ class Saving:
         objection = None
         if self._rank == 0:
             try:
-                self._complete(partial, everyone, groups)
+                self._complete(partial, everyone, groups, {name for *_, names in heard for name in names})
             except Exception as problem:  # noqa: BLE001 - told to all ranks
                 objection = objection_of(problem)
         self._ask("complete", None, objection)
 
-    def _complete(self, partial: Path, everyone: list[Any], groups: list[dict[str, Any]]) -> None:
+    def _complete(self, partial: Path, everyone: list[Any], groups: list[dict[str, Any]], extra: set[str]) -> None:
         files = [File(*file) for _, *named in everyone for file in named]
         if unseen := [file.name for file in files if not (partial / file.name).is_file()]:
             raise FileNotFoundError(
                 f"{', '.join(unseen)} cannot be seen from rank 0: all ranks must share the disk of {self._saves.root}"
             )
         places = self._places | {flat(STATE): STATE} | {flat(place): place for place in group_paths(groups)}
-        places |= {flat(streams_path(rank)): streams_path(rank) for rank in self._party.everyone}
+        beside = [*(streams_path(rank) for rank in self._party.everyone), *map(extra_path, sorted(extra))]
+        places |= {flat(place): place for place in beside}
         write_metadata(partial, [text for text, *_ in everyone], places)
         complete(partial, self._folder, self._manifest([*files, File.of(partial / METADATA)]))
         prune(self._saves.root, self._saves.keep_last)
 
+    def _require_readable(self) -> None:
+        """Refuse state that could be written and not read back: reading runs no code of a pickle's.
+
+        Raises:
+            ValueError: whose it is.
+        """
+        for label, state in (self._extra | (self._account.common if self._rank == 0 else {})).items():
+            if why := unreadable(state):
+                raise ValueError(f"the state of {label} could not be read back; {why}")
+
     def _objects(self, groups: list[dict[str, Any]]) -> dict[Place, Any]:
         """What this rank's file holds beside tensors."""
         found: dict[Place, Any] = {streams_path(self._rank): self._account.streams}
+        found |= {extra_path(name): state for name, state in self._extra.items()}
         return found if self._rank else found | {STATE: self._account.table()} | group_paths(groups)
 
     def _manifest(self, files: list[File]) -> Manifest:

@@ -2,18 +2,20 @@
 
 A fused tensor (q, k and v, or gate and up, in one weight) is several logical tensors, each with a canonical name of its
 own; so a switch, a digest and a checkpoint know q, and nothing of fusion. On a rank they lie one behind the other along
-dim 0: tp has cut each of them, and FSDP2 what that left of them together. Vocabulary padding belongs to a layout: the
-logical tensor has its real rows, and what is behind them is storage, nobody's, zero in every new layout.
+one dim, dim 0 or, of a stack of experts, dim 1: tp (etp) has cut each of them, and FSDP2 what that left of them
+together; other dims are cut as ever. Vocabulary padding belongs to a layout: the logical tensor has its real rows, and
+what is behind them is storage, nobody's, zero in every new layout.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from dynatrain.plan.padding import GATHERED
-from dynatrain.space.box import chunk, shape_of
+from dynatrain.space.box import chunk
 from dynatrain.space.ownership import Span
 from dynatrain.space.tensor import Cuts, State
 
@@ -22,7 +24,8 @@ Fused = Mapping[str, Mapping[str, int | tuple[int, int]]]
 
 The segment's name takes the place of the module's in the canonical name: with ``{"attn.qkv": {"attn.q": (64, 4)}}``
 ``layers.0.attn.qkv.weight`` holds ``layers.0.attn.q.weight``. ``rows`` are those of the whole tensor; of ``heads``,
-which have equally many rows each, none is ever split by tp."""
+which have equally many rows each, none is ever split by tp. They lie along the first dim that has as many rows as all
+of them: in a stack [experts, out, in], as transformers holds ``experts.gate_up_proj``, along its dim 1."""
 
 
 class SegmentError(ValueError):
@@ -37,6 +40,7 @@ class Slot:
         name: canonical.
         shape: of the logical tensor.
         spans: of all ranks, see :class:`dynatrain.space.ownership.Placement`.
+        along: dim of the rows.
         number: which of the live tensor's it is.
         first: row of the rank's local tensor at which its rows begin.
         rows: how many it has there.
@@ -46,6 +50,7 @@ class Slot:
     name: str
     shape: tuple[int, ...]
     spans: tuple[Span, ...]
+    along: int
     number: int
     first: int
     rows: int
@@ -58,7 +63,7 @@ class Slot:
         """
         if state.scalar:
             return value.clone() if self.number else value
-        return value.narrow(0, self.first, self.rows).reshape(shape)
+        return value.narrow(state.dim(self.along), self.first, self.rows).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,12 @@ class Segments:
             raise SegmentError(f"{name} falls under {' and '.join(found)}; declare it once")
         return found[0] if found else ""
 
+    def along(self, name: str, shape: tuple[int, ...]) -> int:
+        """The dim along which the live tensor ``name`` is fused or padded: the first one that can be; else 0."""
+        sizes = self.fused.get(self.key(name), {}).values()
+        total = sum(size[0] if isinstance(size, tuple) else size for size in sizes)
+        return shape.index(total) if total in shape else 0
+
     def slots(
         self, name: str, shape: tuple[int, ...], cuts: Cuts, ways: Mapping[str, int], at: int
     ) -> tuple[Slot, ...]:
@@ -99,7 +110,7 @@ class Segments:
             shape: global shape of the live tensor.
             cuts: ``(axis, dim)`` in cutting order.
             ways: of each axis in ``cuts``.
-            at: index of this rank along the cuts of dim 0, the first cut outermost.
+            at: index of this rank along the cuts of :meth:`along`, the first cut outermost.
 
         Raises:
             SegmentError: the tensor, or this layout, is not one that the declaration allows.
@@ -107,23 +118,25 @@ class Segments:
         key = self.key(name)
         if not key:
             return ()
-        axes = [(axis, ways[axis]) for axis, dim in cuts if dim == 0]
+        along = self.along(name, shape)
+        axes = [(axis, ways[axis]) for axis, dim in cuts if dim == along]
         if key in self.padded:
             real = self.padded[key]
             if not shape or shape[0] < real:
                 raise SegmentError(f"{name} has shape {shape}, and is declared to have {real} real rows")
             spans = list(_real(shape[0], real, axes))
-            return (Slot(name, (real, *shape[1:]), tuple(spans), 0, 0, spans[at][1] - spans[at][0], ""),)
+            return (Slot(name, (real, *shape[1:]), tuple(spans), 0, 0, 0, spans[at][1] - spans[at][0], ""),)
         names = [_renamed(name, key, to) for to in self.fused[key]]
         sizes = [size if isinstance(size, tuple) else (size, size) for size in self.fused[key].values()]
-        _check(name, shape, names, sizes, axes)
+        _check(name, shape, along, names, sizes, axes)
         rows = [size for size, _ in sizes]
         places = list(_fused(rows, axes))
         return tuple(
             Slot(
                 one,
-                (rows[i], *shape[1:]),
+                (*shape[:along], rows[i], *shape[along + 1 :]),
                 tuple(place[i][0] for place in places),
+                along,
                 i,
                 places[at][i][1],
                 places[at][i][0][1] - places[at][i][0][0],
@@ -139,13 +152,15 @@ def check_states(name: str, slots: Sequence[Slot], states: Iterable[State]) -> l
         f"state {state.name} of {name} is one number for many rows, so it belongs to no segment of it, nor to its real "
         "rows alone; use an optimizer that keeps each row's own, or do not declare it"
         for state in states
-        if slots and (0 in state.reduced or (state.block and len(slots[0].shape) == 1))
+        for slot in slots[:1]
+        if slot.along in state.reduced or (state.block and slot.along == len(slot.shape) - 1)
     ]
 
 
-def local_shape(slots: Sequence[Slot], box: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """Shape of what this rank holds of all ``slots`` of a live tensor together; ``box`` is one's of some state."""
-    return (max(slot.first + slot.rows for slot in slots), *shape_of(box)[1:])
+def held_shape(slots: Sequence[Slot], shape: tuple[int, ...], state: State) -> tuple[int, ...]:
+    """Shape of what this rank holds of all ``slots`` of a live tensor together; ``shape`` is one's of that state."""
+    along = state.dim(slots[0].along)
+    return (*shape[:along], max(slot.first + slot.rows for slot in slots), *shape[along + 1 :])
 
 
 def _at(name: str, key: str) -> int | None:
@@ -162,47 +177,58 @@ def _renamed(name: str, key: str, to: str) -> str:
 
 
 def _check(
-    name: str, shape: tuple[int, ...], names: list[str], sizes: list[tuple[int, int]], axes: list[tuple[str, int]]
+    name: str,
+    shape: tuple[int, ...],
+    along: int,
+    names: list[str],
+    sizes: list[tuple[int, int]],
+    axes: list[tuple[str, int]],
 ) -> None:
     """Refuse what cannot be these segments, or cannot be cut so."""
     problems = []
     total = sum(rows for rows, _ in sizes)
-    if not shape or shape[0] != total:
-        problems.append(f"{name} has shape {shape}, its segments have {total} rows along dim 0")
-    problems += [f"{name} is cut by {axis}; segments are cut by tp and fsdp" for axis, _ in axes if axis not in _AXES]
-    ways = dict(axes).get("tp", 1)
+    if not shape or shape[along] != total:
+        problems.append(f"{name} has shape {shape}, its segments have {total} rows along one dim")
+    allowed = *_EACH, *_TOGETHER
+    problems += [
+        f"{name} is cut by {axis} along dim {along}; segments are cut by {', '.join(allowed)}"
+        for axis, _ in axes
+        if axis not in allowed
+    ]
+    by, ways = next(((axis, ways) for axis, ways in axes if axis in _EACH), ("", 1))
     for one, (rows, heads) in zip(names, sizes, strict=True):
         if heads < 1 or rows % heads:
             problems.append(f"{one} has {rows} rows, which are not {heads} equal heads")
         elif heads % ways:
             near = [n for n in range(1, ways) if heads % n == 0]
-            problems.append(
-                f"{one} in {name} has {heads} heads (or rows), which tp{ways} does not divide; nearest is tp{near[-1]}"
-            )
+            said = f"{one} in {name} has {heads} heads (or rows), which {by}{ways} does not divide"
+            problems.append(f"{said}; nearest is {by}{near[-1]}")
     if problems:
         raise SegmentError("; ".join(problems))
 
 
-_AXES = ("tp", "fsdp")
+_EACH, _TOGETHER = ("tp", "etp"), GATHERED
+"""Axes that cut each segment by itself, and those that cut what these left of them all as one."""
 
 
 def _fused(rows: list[int], axes: list[tuple[str, int]]) -> Iterator[list[tuple[Span, int]]]:
     """For each index along the cuts of dim 0: of each segment its span, and where it begins in the local tensor."""
-    ways = {"tp": 1, "fsdp": 1} | dict(axes)
-    local = [size // ways["tp"] for size in rows]
+    tps, fsdps = (math.prod(ways for axis, ways in axes if axis in of) for of in (_EACH, _TOGETHER))
+    local = [size // tps for size in rows]
     total = sum(local)
     starts = list(itertools.accumulate(local, initial=0))
-    for tp, fsdp in itertools.product(range(ways["tp"]), range(ways["fsdp"])):
-        low, high = chunk(0, total, ways["fsdp"], fsdp)
-        padding = -(-total // ways["fsdp"]) - (high - low)
+    for tp, fsdp in itertools.product(range(tps), range(fsdps)):
+        low, high = chunk(0, total, fsdps, fsdp)
+        padding = -(-total // fsdps) - (high - low)
         found = []
         for size, start in zip(local, starts, strict=False):
             first = min(max(low, start), start + size)
             last = max(first, min(high, start + size))
             at = tp * size - start
-            found.append(((first + at, last + at, last - first), first - low if last > first else 0))
-        (begin, end, held), first = found[-1]
-        found[-1] = (begin, end, held + padding), first
+            held = last - first
+            found.append(((first + at, last + at, held, held), first - low if held else 0))
+        (begin, end, held, room), first = found[-1]
+        found[-1] = (begin, end, held, room + padding), first
         yield found
 
 
@@ -214,4 +240,4 @@ def _real(stored: int, real: int, axes: list[tuple[str, int]]) -> Iterator[Span]
             size = -(-(high - low) // ways)
             low, high = chunk(low, high, ways, index)
             room = size if axis in GATHERED else high - low
-        yield min(low, real), min(high, real), room
+        yield min(low, real), min(high, real), high - low, room

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dynatrain.data.order import micro_shares
 from dynatrain.layout.layout import Coordinates, Layout
+from dynatrain.layout.legality import ONE_ONE, least_share
 from dynatrain.models.share import TokenShare
 from dynatrain.train.live import reshard
 from dynatrain.train.pipeline import Pipeline
@@ -85,10 +86,12 @@ class Sharing:
     Attributes:
         global_sequences: samples of the global batch.
         micro_sequences: samples of one micro-batch; divides ``global_sequences``.
+        schedule: of pipelines whose layout names none.
     """
 
     global_sequences: int
     micro_sequences: int
+    schedule: str = ONE_ONE
 
     @property
     def num_micro_batches(self) -> int:
@@ -111,8 +114,9 @@ class Sharing:
             part: numbers of the micro-batches that are dealt out; None for all.
         """
         part = part or range(self.num_micro_batches)
-        # A pipeline takes as many as it has stages, where the whole batch has.
-        least = layout.size("pp") if len(part) < self.num_micro_batches else 0
+        # That a pipeline takes the whole batch is legality; a part of it may need fillers.
+        longest = -(-len(part) // layout.data_ranks)
+        least = least_share(layout, longest, self.schedule) if len(part) < self.num_micro_batches else 0
         dealt = my_indices(part, layout.data_ranks, at.dp * layout.size("fsdp") + at.fsdp, least)
         size, width, share = self.micro_sequences, 0, shared_tokens(layout, at.cp)
         made = []

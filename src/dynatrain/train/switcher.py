@@ -30,11 +30,12 @@ from dynatrain.cluster.worlds import Worlds
 from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
 from dynatrain.models.names import NameRule, strip_wrappers
+from dynatrain.train.agreement import on_every_rank
 from dynatrain.train.arrival import arrive
 from dynatrain.train.blueprint import check_mode
 from dynatrain.train.copies import UnequalCopies, check_policy
 from dynatrain.train.course import Course
-from dynatrain.train.first import Initial, blank, first_world, join
+from dynatrain.train.first import Initial, blank, first_world, join, register
 from dynatrain.train.install import survey
 from dynatrain.train.loading import Rename, load
 from dynatrain.train.record import Recorder
@@ -91,6 +92,7 @@ class Switcher:
         LayoutError: the text is no layout, or not of this world size.
         NotAdmittedError: of a newcomer: its crossing was given up.
         UnplacedTensorError, UnknownStateError, SegmentError: what could not be switched, all of it, by name.
+        StartRefusedError: likewise, where ranks differ in what they refuse: on every rank, with the ranks' numbers.
         ValueError: there is no such mode, or policy.
     """
 
@@ -145,11 +147,16 @@ class Switcher:
         made, first, fill = party.groups, layout, initial
         if arrival:
             made, first, fill = arrival.way.made, arrival.told.order.layout, initial and blank
-        try:
+
+        def begin() -> World:
             world = first_world(party, made, read(first, party.world_size), fill)
             self._read = served(same_meaning(read, world.layout, world.parts, data_parallel), lambda: self.world)
             for label, thing in (state or {}).items():
                 join(party, world, label, thing)
+            return world
+
+        try:
+            world = begin() if arrival else on_every_rank(party.board, "start", party.rank, begin, timeout=deadline)
             self._saver = Saver(party, saves, (self._answer_saved, on_saved))
             requests = worlds.requests if worlds else party.board
             wishes = Wishes(requests, schedule or {}, mode, self._saver.every, inside or {})
@@ -295,17 +302,12 @@ class Switcher:
             ``thing``, or what the factory made; after a switch take a factory's product from ``state``.
 
         Raises:
-            UnknownStateError: it could not be carried to another layout, by name.
+            UnknownStateError, StartRefusedError: it could not be carried to another layout, by name.
         """
-        join(self._party, self.world, label, thing)
-        if self._arrival:
-            return self.world.objects[label]
-        survey(self._party, self.world, f"survey/{label}")
-        self._party.memory.hold(
-            piece
-            for granule, piece in self.world.pieces(self._party.rank, self._party.device).items()
-            if self.world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label
-        )
+        if self._arrival:  # the others are not there yet
+            join(self._party, self.world, label, thing)
+        else:
+            register(self._party, self.world, label, thing)
         return self.world.objects[label]
 
     def request(self, layout: str, *, mode: str = "", at: int = -1, after: int = 0, by: str = "program") -> None:

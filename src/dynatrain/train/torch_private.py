@@ -125,6 +125,16 @@ def takes_means(module: nn.Module) -> bool | None:
     return any(factor is None for factor in factors) if factors else None
 
 
+def unreduced(module: nn.Module) -> set[int]:
+    """Identities of the parameters of ``module`` whose gradients FSDP2 still holds whole, to be reduced later."""
+    held = set()
+    for param in _fsdp_params(module):
+        whole = getattr(param, "_unsharded_param", None)
+        if param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+            held.add(id(param.sharded_param))
+    return held
+
+
 def scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a learning-rate scheduler hangs on ``optimizer``: it has marked the step method."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
@@ -252,6 +262,27 @@ def shard_of(template: DTensor, local: torch.Tensor) -> DTensor:
 def without_modes() -> AbstractContextManager[Any]:
     """Operators inside are seen by no dispatch mode that is on outside, selective checkpointing's among them."""
     return _disable_current_modes()
+
+
+class Lasting(AbstractContextManager[None]):
+    """The second of selective checkpointing's contexts, entered once for each half of a backward.
+
+    torch's own hands each kept result out once, because it takes a second backward for a mistake.
+
+    Args:
+        mode: the second of ``create_selective_checkpoint_contexts``.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+        self._kept = mode.storage  # {operator: {how often it ran before: result}}, which the first context fills
+
+    def __enter__(self) -> None:
+        self._mode.storage = {key: dict(results) for key, results in self._kept.items()}
+        self._mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__exit__(*error)
 
 
 def clear_dtensor_caches() -> None:

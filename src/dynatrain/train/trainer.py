@@ -64,7 +64,9 @@ class Job:
     @property
     def sharing(self) -> Sharing:
         """How a step's samples are cut into micro-batches."""
-        return Sharing(global_sequences=self.global_sequences, micro_sequences=self.micro_sequences)
+        return Sharing(
+            global_sequences=self.global_sequences, micro_sequences=self.micro_sequences, schedule=self.schedule
+        )
 
     def build(self, mesh: DeviceMesh, layout: Layout) -> tuple[list[DecoderPart], torch.optim.Optimizer]:
         """The ``Switcher``'s build."""

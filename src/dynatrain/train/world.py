@@ -10,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.layout.layout import Layout
+from dynatrain.models.names import NameRule, strip_wrappers
 from dynatrain.space.box import shape_of
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
+from dynatrain.train.extra_state import Owner, owners
 from dynatrain.train.live import Entry
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.segments import Slot
@@ -60,7 +62,10 @@ class World:
         ownership: who holds which box of them.
         forms: how registered objects keep each of their states.
         where: of each logical tensor, the entry of ``found`` that it lies in, and its slot where it has one.
+        rule: of canonical names.
+        given: extra state that waits for the modules, by name, from the move of a switch on.
         gradients: local pieces of accumulated gradients by canonical name, during a switch inside a step; else empty.
+        untouched: names of those among them that no backward has touched: pieces of zeros, and None in ``.grad``.
     """
 
     layout: Layout
@@ -74,7 +79,10 @@ class World:
     catalogue: Catalogue = ()
     ownership: Ownership | None = None
     forms: dict[str, Form] = field(default_factory=dict)
+    rule: NameRule = strip_wrappers
+    given: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    untouched: frozenset[str] = frozenset()
     where: dict[str, tuple[str, Slot | None]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +91,11 @@ class World:
             for entry in self.found.values()
             for i, name in enumerate(entry.names)
         }
+
+    @property
+    def owners(self) -> list[Owner]:
+        """The modules that have extra state now."""
+        return owners(self.parts, self.rule)
 
     def object_leaves(self) -> dict[str, list[Leaf]]:
         """Parameter-shaped tensors inside each registered object."""
