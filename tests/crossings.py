@@ -117,13 +117,17 @@ class Member:
             dist.init_process_group(
                 "gloo", store=store, rank=world.rank, world_size=len(stops[0].members), timeout=timedelta(seconds=60)
             )
-        self.job, self.data = case.job(), Asking(case.data())
         self.books = Books(folder, self.worlds)
-        given = {"board": None, "store": None, "worlds": self.worlds, "recorder": self.books, "deadline": 15.0}
-        self.sw = jobs.switcher(self.job, world, stops[self.worlds.generation].layout, **given | more)
-        self.ema = self.sw.register("ema", Ema(self.sw))
         self.found = {"steps": [], "apart": [], "bits": [], "generations": [], "books": []}
+        self.begin(world, case, **more)
         self.in_world, self.seen_generation, self.asked = 0, self.sw.generation, {self.sw.generation}
+
+    def begin(self, world, case, **more):
+        """Make the job and its ``Switcher``."""
+        self.job, self.data = case.job(), Asking(case.data())
+        given = {"board": None, "store": None, "worlds": self.worlds, "recorder": self.books, "deadline": 15.0}
+        self.sw = jobs.switcher(self.job, world, self.stops[self.worlds.generation].layout, **given | more)
+        self.ema = self.sw.register("ema", Ema(self.sw))
 
     def run(self):
         """Train to the end of the tour, or of this member's part in it."""
@@ -133,9 +137,7 @@ class Member:
 
     def after(self, result):
         self.ema.follow()
-        if self.sw.generation != self.seen_generation:
-            self.seen_generation, self.in_world = self.sw.generation, 0
-        self.in_world += 1
+        self.note()
         step = (result.step, result.loss, result.grad_norm, result.lr, result.ids.tolist(), self.data.take())
         self.found["steps"].append(step)
         self.found["generations"].append(self.sw.generation)
@@ -143,6 +145,12 @@ class Member:
         if self.visits:
             self.found["apart"].append(distance(self.sw.world, self.sw.rank, self.visits[result.step]))
         self.go_on()
+
+    def note(self):
+        """A step is made: how many there were in this world?"""
+        if self.sw.generation != self.seen_generation:
+            self.seen_generation, self.in_world = self.sw.generation, 0
+        self.in_world += 1
 
     def go_on(self):
         """Ask for the next world, as an agent would, where there is one."""

@@ -1,16 +1,23 @@
 """A run whose members come and go is the run that one process would have made: same samples, same state, to 1e-12."""
 
+import contextlib
 import json
 import random
 from itertools import pairwise
 
 import pytest
-from tests.crossings import Stop, case_of, expected, travel
+import torch
+from tests.crossings import DoneError, Member, Stop, case_of, expected, travel
 from tests.legs import legal_texts
+from tests.walks import Scaler
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import StepLR
 
 from dynatrain.app.verify import check_switch
 from dynatrain.layout.text import parse_layout, print_layout
 from dynatrain.observe.run import RunFolder
+from dynatrain.train.switcher import Switcher
 
 LIMIT = 1e-12
 
@@ -55,6 +62,71 @@ def test_members_come_and_go_and_the_run_is_the_oracles(tmp_path):
         assert (record["generation"], record["outcome"], record["cause"]["verb"]) == (number, "committed", "scale")
         assert (record["from"], record["to"]) == tuple(print_layout(parse_layout(stop.layout)) for stop in (one, other))
         assert check_switch(folder.switch(number)).problems == ()
+
+
+class Scaled(nn.Linear):
+    """A module with extra state: how often it was run."""
+
+    runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return {"runs": self.runs}
+
+    def set_extra_state(self, state):
+        self.runs = state["runs"]
+
+
+def build_scaled(mesh, layout):  # noqa: ARG001 - the user's own build needs the mesh alone
+    model = fully_shard(Scaled(6, 8), mesh=mesh["fsdp"])
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Loop(Member):
+    """A loop of the user's own: all that is no tensor has to come to its newcomers."""
+
+    def begin(self, world, case, **more):  # noqa: ARG002 - what the built-in trainer needs
+        self.scaler = Scaler()
+        self.sw = Switcher(
+            build_scaled,
+            layout=self.stops[self.worlds.generation].layout,
+            worlds=self.worlds,
+            state={"scaler": self.scaler, "schedule": lambda optimizer: StepLR(optimizer, 1, 0.5)},
+            recorder=self.books,
+            deadline=15.0,
+            data_parallel="free",
+            **more,
+        )
+        self.found["told"] = []
+
+    def run(self):
+        with contextlib.suppress(DoneError):
+            for step in self.sw.steps(until=self.steps):
+                self.sw.model(torch.full((2, 6), step + 1.0)).sum().backward()
+                self.sw.optimizer.step()
+                self.sw.optimizer.zero_grad()
+                self.sw.state["schedule"].step()
+                self.scaler.streak += 1
+                rate = self.sw.optimizer.param_groups[0]["lr"]
+                self.found["told"].append((step, self.sw.generation, rate, self.scaler.streak, self.sw.model.runs))
+                self.note()
+                self.go_on()
+        return self.found | {"switches": self.books.switches}
+
+
+def test_what_is_no_tensor_comes_to_newcomers_of_a_loop_of_ones_own():
+    found = travel(case_of(40), (Stop("fsdp2", (0, 1)), Stop("fsdp4", (1, 2, 0, 3))), (), member=Loop)
+
+    told = [{one[0]: one for one in result["told"]} for result in found]
+    assert {one[1] for one in told[0].values()} == {0, 1}
+    for step, one in told[0].items():
+        assert one == (step, one[1], 0.1 * 0.5 ** (step + 1), 3 + step + 1, step + 1)
+        assert all(other[step] == one for other in told if step in other)
+    assert all(result["switches"][0][0] == "committed" for result in found)
+    assert {step for step, one in told[0].items() if one[1]} == told[2].keys() == told[3].keys()
 
 
 def stops_of(seed, count, most=4):
