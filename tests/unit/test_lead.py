@@ -370,21 +370,3 @@ def test_a_crossing_that_the_end_of_the_run_overtakes_is_answered(cluster) -> No
     cluster.tick()
     assert cluster.answer("a") == Answer(outcome="aborted", message="the run has ended")
     assert cluster.nodes[0].vitals.over()
-
-
-def test_answers_that_the_disk_does_not_take_are_written_when_it_does(cluster, monkeypatch) -> None:
-    full = [True]
-    write = Inbox.answer
-
-    def answer(inbox: Inbox, request_id: str, answer: Answer) -> None:
-        if full[0]:
-            raise OSError(28, "No space left on device")
-        write(inbox, request_id, answer)
-
-    monkeypatch.setattr(Inbox, "answer", answer)
-    cluster.ask("a", size=2)
-    cluster.tick()
-    assert cluster.answer("a") is None
-    full[0] = False
-    cluster.tick()
-    assert cluster.answer("a").outcome == "unchanged"
