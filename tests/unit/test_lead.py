@@ -370,3 +370,15 @@ def test_a_crossing_that_the_end_of_the_run_overtakes_is_answered(cluster) -> No
     cluster.tick()
     assert cluster.answer("a") == Answer(outcome="aborted", message="the run has ended")
     assert cluster.nodes[0].vitals.over()
+
+
+@pytest.mark.parametrize(("asked", "said"), [(False, "the run is stopping"), (True, "the run has ended")])
+def test_a_crossing_that_is_open_when_the_agent_ends_is_answered_and_closed(cluster, asked, said) -> None:
+    cluster.ask("a", size=3)
+    if asked:
+        cluster.beat(2)
+        cluster.tick()
+    cluster.lead.end()
+    assert cluster.answer("a") == Answer(outcome="aborted", message=said)
+    stages = [event["stage"] for event in Tail(cluster.run.events).new() if event["kind"] == "crossing"]
+    assert stages == ["coming", *["asked"] * asked, "undone"]

@@ -184,9 +184,13 @@ class Lead:
         )
 
     def end(self) -> None:
-        """The run has ended, within a crossing or not: leave nobody waiting for one."""
-        if self._summons is not None:
-            self._settle(self._summons)
+        """The run has ended: a crossing that is open is over with it, and whoever asked hears of that."""
+        if self._summons is None:
+            return
+        sight = replace(self._sight(self._summons, stopping=True), living=())
+        if (following := advance(self._summons, sight)) != self._summons:
+            self._enter(following)
+        self._settle(following)
 
     def _settle(self, summons: Summons, stuck: Sequence[int] = ()) -> None:
         """Answer whoever asked; the next one may come.
@@ -196,7 +200,7 @@ class Lead:
             stuck: members that were killed and are not gone.
         """
         heard = self._desk.heard(self._number) if self._number >= 0 else None
-        answer = heard or Answer(outcome="aborted", message=summons.reason or "the run has ended")
+        answer = heard or Answer(outcome="aborted", message=summons.reason)
         if stuck:
             answer = replace(answer, message=f"{answer.message}; killed and not gone: members {stuck}")
         self._desk.answer(self._request, answer)
