@@ -321,7 +321,8 @@ class Course:
         self._finish(attempt, "aborted", why)
 
     def _finish(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any] | None = None) -> None:
-        self._attempt = self._order = None
+        self._attempt = self._order = self._start = None
+        self._before = self.world
         attempt.finish()
         refused = attempt.way.comes and outcome == "aborted"
         if outcome != "committed" and self._party.rank == 0:

@@ -4,6 +4,7 @@ In a crossing the same is done by ranks that are there in one of the worlds alon
 old one is a world of nothing, so that all take the same steps and answer the same questions.
 """
 
+import gc
 import itertools
 import threading
 import time
@@ -98,6 +99,8 @@ class Preparation:
 
     def _prepare(self) -> None:
         try:
+            if self.way.crossing is not None:
+                gc.collect()  # a world that was left is a cycle, and has sockets and threads as long as it is there
             with self._channel.timed("build"):
                 self._build()
             with self._channel.timed("warm"):
