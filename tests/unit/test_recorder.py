@@ -58,7 +58,7 @@ def test_a_full_disk_does_not_end_the_run(folder, caplog):
     recorder = recorder_of(folder)
     recorder.announced(attempt_of().order, 5)
     recorder.loaded(5, "step_00000005", parse_layout("dp1"))
-    recorder.saved(Saved(step=6, outcome="done", message="saved"))
+    recorder.saved(Saved(step=6, outcome="done", message="saved", order=None))
     recorder.ended(attempt_of(), "aborted", "why", 5, {})
     assert caplog.text.count("No space left on device (switch); the run goes on") == 1
     assert (folder.switch(1) / "certificate.json").exists()
