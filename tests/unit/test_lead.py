@@ -140,8 +140,8 @@ class Cluster:
         report = Report(kind="ended", member=member, pid=100 + member, code=code, signal=signal)
         self.node_of(member).ranks.note(report)
 
-    def tick(self, seconds: float = 0.2, times: int = 2) -> None:
-        """As agents do it: twice, so that all have heard."""
+    def tick(self, seconds: float = 0.2, times: int = 4) -> None:
+        """As agents do it: a few times, so that all have heard what follows."""
         for _ in range(times):
             self.now += seconds / times
             for node in self.nodes:
@@ -200,6 +200,9 @@ def test_newcomers_are_forked_asked_for_when_they_have_beaten_and_admitted_by_th
     cluster.tick()
     assert cluster.board.news() == 0
     cluster.beat(3)
+    cluster.tick(times=1)
+    assert [node.part.summons.stage for node in cluster.nodes] == ["asked", "asked"]
+    assert cluster.board.news() == 0  # not before the other agent has said that it has heard: its ranks may leave then
     cluster.tick()
     asked = cluster.asked()
     assert (asked["id"], asked["verb"]) == ("a", "scale")

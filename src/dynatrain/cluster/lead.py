@@ -135,13 +135,15 @@ class Lead:
 
     def _follow(self, summons: Summons, *, stopping: bool) -> None:
         sight = self._sight(summons, stopping=stopping)
-        if summons.stage == "asked" and stopping:
+        if stopping and self._number >= 0 and summons.stage == "asked":
             crossing_board(self._meeting.run, summons.generation, summons.holders).give_up(
                 summons.generation, "the run is stopping"
             )
         following = advance(summons, sight)
         if following != summons:
             self._enter(following)
+        elif summons.stage == "asked" and self._number < 0 and set(sight.heard.values()) == {summons.mark}:
+            self._number = self._desk.ask(self._request, summons.arguments)
         elif is_over(summons, sight, self._job.leave_seconds):
             self._settle(summons, stuck=sorted(set(summons.going) & set(sight.living)))
 
@@ -157,7 +159,8 @@ class Lead:
             living=self._living(),
             heard={node: status.heard for node, status in statuses.items()},
             stopping=stopping,
-            answer=self._desk.heard(self._number) if summons.stage == "asked" else None,
+            published=self._number >= 0,
+            answer=self._desk.heard(self._number) if self._number >= 0 else None,
         )
 
     def _enter(self, summons: Summons) -> None:
@@ -169,8 +172,6 @@ class Lead:
         elif summons.stage == "done":
             self._world, self._layout = summons.new, summons.layout
         self._meeting.board.post(SUMMONS, summons.to_json())
-        if summons.stage == "asked":
-            self._number = self._desk.ask(self._request, summons.arguments)
         self._log.write(
             "crossing",
             id=self._request.id,
