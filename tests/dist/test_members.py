@@ -77,6 +77,7 @@ def test_a_run_grows_and_shrinks_and_ranks_that_left_are_gone_when_it_is_said_to
         assert run.events("agent_ended")[0]["generation"] == 3
 
 
+@pytest.mark.sweep
 def test_newcomers_that_die_or_keep_silent_cost_nothing_and_the_next_request_is_taken(tmp_path):
     with agent(tmp_path / "run", CROSS, 2, 3.0, FAULTS=faults(m2="dies", m3="silent", m4="halts")) as run:
         died = ask(run, size=3)
@@ -97,11 +98,13 @@ def test_newcomers_that_die_or_keep_silent_cost_nothing_and_the_next_request_is_
         assert not run.events("run_failed")
 
 
+@pytest.mark.sweep
 def test_leavers_that_do_not_end_are_killed_and_their_place_is_taken_again(tmp_path):
     with agent(tmp_path / "run", CROSS, 2, FAULTS=faults(m1="clings", m2="breaks")) as run:
+        run.pids()
         began = time.monotonic()
         assert ask(run, size=1).outcome == "done"
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 5
         assert [event["member"] for event in run.events("overdue")] == [1]
         assert living(run) == [0]
         assert ask(run, size=2).outcome == "done"
@@ -111,6 +114,7 @@ def test_leavers_that_do_not_end_are_killed_and_their_place_is_taken_again(tmp_p
         assert not run.events("run_failed")
 
 
+@pytest.mark.sweep
 def test_one_crossing_at_a_time_and_what_ranks_refuse_leaves_the_world_as_it_was(tmp_path):
     with agent(tmp_path / "run", CROSS, 2, FAULTS=faults(m2="slow")) as run:
         run.pids()
@@ -123,6 +127,7 @@ def test_one_crossing_at_a_time_and_what_ranks_refuse_leaves_the_world_as_it_was
         stop(run)
 
 
+@pytest.mark.sweep
 def test_a_crossing_that_the_ranks_abort_leaves_the_world_as_it_was(tmp_path):
     with agent(tmp_path / "run", CROSS, 2, FAULTS=faults(m0="objects")) as run:
         assert ask(run, size=3) == Answer(outcome="aborted", message="planted: no memory")
@@ -131,7 +136,10 @@ def test_a_crossing_that_the_ranks_abort_leaves_the_world_as_it_was(tmp_path):
         stop(run)
 
 
-@pytest.mark.parametrize(("number", "fault"), [(signal.SIGINT, "slow"), (signal.SIGTERM, "halts")])
+@pytest.mark.parametrize(
+    ("number", "fault"),
+    [(signal.SIGINT, "slow"), pytest.param(signal.SIGTERM, "halts", marks=pytest.mark.sweep)],
+)
 def test_a_signal_during_a_crossing_ends_everybody_within_5_seconds(tmp_path, number, fault):
     with agent(tmp_path / "run", CROSS, 2, FAULTS=faults(m2=fault)) as run:
         run.pids()
@@ -147,6 +155,7 @@ def test_a_signal_during_a_crossing_ends_everybody_within_5_seconds(tmp_path, nu
         assert "stopping" in wait_answer(run.run.requests, "a", 0).message
 
 
+@pytest.mark.sweep
 def test_a_newcomer_that_is_killed_after_it_joined_ends_the_run_as_any_rank(tmp_path):
     with agent(tmp_path / "run", CROSS, 1) as run:
         assert ask(run, size=2).outcome == "done"

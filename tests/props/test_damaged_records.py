@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dynatrain.app.main import main
 from dynatrain.app.planned import change, change_of_model
 from dynatrain.layout.text import parse_layout
+from dynatrain.observe.checkpoints import checkpoint_name, newest
 from dynatrain.space.presets import PRESETS
 
 PAIR = (parse_layout("pp2.fsdp2"), parse_layout("fsdp2.tp2"))
@@ -143,6 +144,76 @@ def altered(value, place, how, junk):
     else:
         inner[f"{key}'"] = inner[key]
     return value
+
+
+MANIFEST_OF_7 = {
+    "schema": 1,
+    "run_id": "r",
+    "step": 7,
+    "layout": "dp1",
+    "world_size": 1,
+    "states": ["param"],
+    "objects": [],
+    "files": [
+        {"name": ".metadata", "size": 2, "xxh3": "0" * 16},
+        {"name": "__0_0.distcp", "size": 3, "xxh3": "1" * 16},
+    ],
+    "versions": {"dynatrain": "0", "torch": "2"},
+}
+
+
+def found_beside(root, manifest):
+    """``(newest checkpoint, what is wrong)`` where step 3 is whole, and step 7 has this manifest, or these bytes."""
+    for step, content in ((3, MANIFEST_OF_7 | {"step": 3}), (7, manifest)):
+        folder = root / checkpoint_name(step)
+        folder.mkdir(exist_ok=True)
+        (folder / ".metadata").write_bytes(b"12")
+        (folder / "__0_0.distcp").write_bytes(b"123")
+        (folder / "manifest.json").write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return newest(root)
+
+
+def test_the_newest_checkpoint_that_is_whole_is_taken(tmp_path):
+    assert found_beside(tmp_path, MANIFEST_OF_7) == (tmp_path / checkpoint_name(7), ())
+
+
+NAMES = [None, "..", "../x", "/etc/hosts", "x" * 300, "a\0b", "", 7]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        *({**MANIFEST_OF_7, "files": [{"name": name, "size": 2, "xxh3": "0" * 16}]} for name in NAMES),
+        *({**MANIFEST_OF_7, "schema": schema} for schema in (0, 2, True, 1.5, "1", None)),
+        *({**MANIFEST_OF_7, "step": step} for step in ("five", 3, 8, None, 7.5)),
+        {**MANIFEST_OF_7, "states": "param"},
+        {**MANIFEST_OF_7, "world_size": None},
+        {**MANIFEST_OF_7, "world_size": 0},
+        {**MANIFEST_OF_7, "more": 0},
+        {},
+        [],
+        b"",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"step": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_a_damaged_manifest_leaves_the_checkpoint_before_it(tmp_path, manifest):
+    folder, (problem,) = found_beside(tmp_path, manifest)
+    assert folder == tmp_path / checkpoint_name(3)
+    assert str(tmp_path / checkpoint_name(7)) in problem
+    if manifest == {**MANIFEST_OF_7, "schema": 0}:
+        assert "later version" not in problem
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(junk=JUNK, where=st.integers(0, 10**6), how=st.sampled_from(["put", "drop", "more"]))
+def test_a_manifest_damaged_anywhere_never_hides_the_checkpoint_before_it(tmp_path, junk, where, how):
+    manifest = copy.deepcopy(MANIFEST_OF_7)
+    every = list(places(manifest))
+    manifest = altered(manifest, every[where % len(every)], how, copy.deepcopy(junk))
+    folder, problems = found_beside(tmp_path, manifest)
+    assert folder == tmp_path / checkpoint_name(3 if problems else 7)
 
 
 @pytest.mark.parametrize("mode", SWITCHES)

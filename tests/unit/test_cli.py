@@ -15,7 +15,7 @@ from dynatrain.app import main as main_module
 from dynatrain.app.main import COMMANDS, main
 from dynatrain.app.mistake import MistakeError, all_of
 from dynatrain.app.output import seconds, size
-from dynatrain.observe.run import AgentMark
+from dynatrain.observe.mark import AgentMark
 from dynatrain.space.decoder import catalogue
 from dynatrain.space.presets import PRESETS
 
@@ -72,6 +72,7 @@ MISTAKES = {
     "a layout of too many ranks": (["train", "good.toml", "--layout=dp1000000"], ["at most 65536", "legal: dp65536"]),
     "a layout of a great many ranks": (["train", "good.toml", "--layout=dp65536"], ["micro-batches", "legal: dp8, "]),
     "a number without end": (["layout", "dp99999999999999999999"], ["a number of 20 digits", "dp65536"]),
+    "a layout without end": (["layout", ".".join(["fsdp2"] * 20_000)], ["it has 20000 parts", "legal: fsdp2"]),
     "three layouts": (["layout", "dp2", "dp3", "dp4"], ["3 layouts"]),
     "two illegal layouts": (
         ["plan", "tp3", "pp9", "--model", "tiny"],
@@ -79,6 +80,20 @@ MISTAKES = {
     ),
     "unknown model": (["plan", "dp4", "tp4", "--model", "tyni"], ["tyni", "tiny"]),
     "no such rank": (["plan", "dp4", "tp4", "--model", "tiny", "--rank", "4"], ["--rank 4", "0 .. 3"]),
+    "rank -1": (["plan", "dp4", "tp4", "--model", "tiny", "--rank", "-1"], ["--rank -1", "0 .. 3"]),
+    "log of rank -1": (["logs", "old", "--rank", "-1"], ["rank_-1", "rank_0"]),
+    "a user that is none": (["plan", "dp4", "tp4", "--model", "~nosuch/x"], ["no model '~nosuch/x'"]),
+    "data of a user that is none": (
+        ["train", "good.toml", "--data.paths=['~nosuch/x']"],
+        ["~nosuch/x: does not exist"],
+    ),
+    "a model of too long a name": (["plan", "dp4", "tp4", "--model", "x" * 300], ["there is no model"]),
+    "data of too long a name": (["train", "good.toml", f"--data.paths=['{'x' * 300}']"], ["does not exist"]),
+    "a path that is not UTF-8": (
+        ["train", "good.toml", "--data.paths=['\udcff']"],
+        ["data.paths = '\\udcff'", "UTF-8"],
+    ),
+    "a model without end": (["plan", "dp4", "tp4", "--model", "deep"], ["deep/config.json", "too many brackets"]),
     "no ranks on a node": (["plan", "dp4", "tp4", "--model", "tiny", "--ranks-per-node", "0"], ["at least 1"]),
     "no run": (["status", "nosuch"], ["nosuch"]),
     "nothing to check": (["check", "nosuch"], ["nosuch"]),
@@ -110,6 +125,11 @@ MISTAKES = {
     "unwritable run folder": (["train", "good.toml", "--run", "/proc/nosuch/run"], ["/proc/nosuch/run", "cannot be"]),
     "a run of that name": (["train", "good.toml", "--run", "ended"], ["runs/ended", "go on from", "--run ended-2"]),
     "a run of that name, fresh": (["train", "good.toml", "--run", "ended", "--fresh"], ["runs/ended", "--run ended-2"]),
+    "a run that never began": (["train", "good.toml", "--run", "old"], ["runs/old and no checkpoint", "--run old-2"]),
+    "a run that never began, and mistakes": (
+        ["train", "good.toml", "--run", "old", "--fresh", "--layout=tp3"],
+        ["runs/old already", "--run old-2"],
+    ),
     "a dead run": (["switch", "old", "tp2"], ["old is not running"]),
     "switch to an illegal layout": (["switch", "old", "tp3"], ["tp3", "the world has 2", "nearest legal: tp2"]),
     "no time to answer": (["switch", "old", "tp2", "--timeout", "0"], ["--timeout"]),
@@ -127,6 +147,8 @@ def place(tmp_path_factory):
     (folder / "typo.toml").write_text("stps = 3\n")
     (folder / "switch.toml").write_text("layout = 'dp2'\nsteps = 20\n[[switch]]\nstep = 4\nlayout = 'tp3'\n")
     (folder / "empty").mkdir()
+    (folder / "deep").mkdir()
+    (folder / "deep" / "config.json").write_text("[" * 100_000)
     for name, longest in (("little", 1), ("uneven", 100)):
         (folder / name).mkdir()
         (folder / name / "a.txt").write_text("hello world" * longest)

@@ -95,6 +95,11 @@ def test_scheduled_switches_are_tables_in_a_file_and_one_toml_array_in_a_flag(wr
         ("[data]\npaths = 'x'", [], "data.paths = 'x' (file {path}): should be a list"),
         ("[optimizer]\nlr = inf", [], "optimizer.lr = inf (file {path})"),
         ("", ["--lr=3"], "lr (flag) is not a key; nearest: optimizer.lr"),
+        ("", ["--switch.0.step=3"], "one value, --switch='[{{step=3, layout=\"tp2\"}}]'"),
+        ("", [f"--steps={'9' * 5000}"], "steps = '9999"),
+        ("", [f"--data.paths={'[' * 20_000}"], "data.paths = '[[["),
+        ("", [f"--steps={2**31}"], "should be less than or equal to 2147483647"),
+        ("", ["--save.grace_seconds=1e300"], "should be less than or equal to 1000000000"),
         ("", ["--world=3"], "world (flag) is a section; its keys are world.size"),
         ("", ["--steps"], "--steps: a value is needed"),
         ("", ["steps=3"], "'steps=3': a setting is --key=value"),
@@ -127,6 +132,15 @@ def test_a_missing_file_and_a_file_that_is_not_toml_are_refused_with_their_path(
         load_config(tmp_path / "nowhere.toml", [])
     with pytest.raises(ConfigError, match=r"run\.toml is not TOML"):
         load_config(written("= 3"), [])
+
+
+def test_a_file_without_end_is_refused_with_its_path(written):
+    path = written("a = " + "[" * 100_000)
+
+    with pytest.raises(ConfigError, match="is not TOML that can be read") as refused:
+        load_config(path, [])
+
+    assert str(path) in str(refused.value)
 
 
 def test_a_configuration_cannot_be_changed():

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -162,6 +163,10 @@ def test_a_gpt_2_config_reads_in_its_own_words():
     [
         ({"n_embd": None}, "n_embd is missing"),
         ({"n_layer": 1.5}, "n_layer is 1.5; int is needed"),
+        ({"n_layer": 10**7}, "n_layer is 10000000; at most 4096 is built"),
+        ({"n_embd": 10**30}, "n_embd is 1000000000000000000000000000000; at most 2147483648"),
+        ({"layer_norm_epsilon": 10**400}, "at most 2147483648 is built"),
+        ({"layer_norm_epsilon": math.nan}, "layer_norm_epsilon is nan; at most"),
         ({"activation_function": "relu"}, "activation_function 'relu' is not built; only 'gelu_new'"),
         ({"add_cross_attention": True}, "add_cross_attention is not built"),
         ({"embd_pdrop": 0.0}, "embd_pdrop 0.0 beside resid_pdrop 0.1"),
@@ -227,7 +232,10 @@ def test_an_unknown_model_is_refused_with_the_nearest_names():
         resolve_model("llama-3.1-7b")
 
 
-@pytest.mark.parametrize(("content", "named"), [("{", "is not JSON"), ("[]", "a JSON object is needed")])
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [("{", "is not JSON"), ("[" * 100_000, "too many brackets"), ("[]", "holds a list, not a JSON object")],
+)
 def test_a_broken_config_file_is_refused_with_its_path(content, named, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(content)

@@ -140,8 +140,8 @@ class Cluster:
         report = Report(kind="ended", member=member, pid=100 + member, code=code, signal=signal)
         self.node_of(member).ranks.note(report)
 
-    def tick(self, seconds: float = 0.2, times: int = 2) -> None:
-        """As agents do it: twice, so that all have heard."""
+    def tick(self, seconds: float = 0.2, times: int = 4) -> None:
+        """As agents do it: a few times, so that all have heard what follows."""
         for _ in range(times):
             self.now += seconds / times
             for node in self.nodes:
@@ -200,6 +200,9 @@ def test_newcomers_are_forked_asked_for_when_they_have_beaten_and_admitted_by_th
     cluster.tick()
     assert cluster.board.news() == 0
     cluster.beat(3)
+    cluster.tick(times=1)
+    assert [node.part.summons.stage for node in cluster.nodes] == ["asked", "asked"]
+    assert cluster.board.news() == 0  # not before the other agent has said that it has heard: its ranks may leave then
     cluster.tick()
     asked = cluster.asked()
     assert (asked["id"], asked["verb"]) == ("a", "scale")
@@ -372,19 +375,13 @@ def test_a_crossing_that_the_end_of_the_run_overtakes_is_answered(cluster) -> No
     assert cluster.nodes[0].vitals.over()
 
 
-def test_answers_that_the_disk_does_not_take_are_written_when_it_does(cluster, monkeypatch) -> None:
-    full = [True]
-    write = Inbox.answer
-
-    def answer(inbox: Inbox, request_id: str, answer: Answer) -> None:
-        if full[0]:
-            raise OSError(28, "No space left on device")
-        write(inbox, request_id, answer)
-
-    monkeypatch.setattr(Inbox, "answer", answer)
-    cluster.ask("a", size=2)
-    cluster.tick()
-    assert cluster.answer("a") is None
-    full[0] = False
-    cluster.tick()
-    assert cluster.answer("a").outcome == "unchanged"
+@pytest.mark.parametrize(("asked", "said"), [(False, "the run is stopping"), (True, "the run has ended")])
+def test_a_crossing_that_is_open_when_the_agent_ends_is_answered_and_closed(cluster, asked, said) -> None:
+    cluster.ask("a", size=3)
+    if asked:
+        cluster.beat(2)
+        cluster.tick()
+    cluster.lead.end()
+    assert cluster.answer("a") == Answer(outcome="aborted", message=said)
+    stages = [event["stage"] for event in Tail(cluster.run.events).new() if event["kind"] == "crossing"]
+    assert stages == ["coming", *["asked"] * asked, "undone"]

@@ -13,6 +13,7 @@ from dynatrain.layout.text import parse_layout
 from dynatrain.observe.run import RunFolder
 from dynatrain.train.order import Order
 from dynatrain.train.record import SETTLED, Recorder
+from dynatrain.train.saver import Saved
 
 
 @pytest.fixture
@@ -52,16 +53,14 @@ def test_a_switch_whose_books_cannot_be_written_does_not_end_the_run(folder, cap
     assert json.loads(folder.events.read_text())["phase"] == "committed"
 
 
-def test_events_that_cannot_be_written_do_not_end_the_run(folder, caplog, monkeypatch):
+def test_a_full_disk_does_not_end_the_run(folder, caplog):
+    folder.events.symlink_to("/dev/full")
     recorder = recorder_of(folder)
-
-    def full(*_args, **_fields):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(recorder._log, "write", full)
     recorder.announced(attempt_of().order, 5)
+    recorder.loaded(5, "step_00000005", parse_layout("dp1"))
+    recorder.saved(Saved(step=6, outcome="done", message="saved", order=None))
     recorder.ended(attempt_of(), "aborted", "why", 5, {})
-    assert caplog.text.count("No space left on device; the run goes on") == 2
+    assert caplog.text.count("No space left on device (switch); the run goes on") == 1
     assert (folder.switch(1) / "certificate.json").exists()
 
 

@@ -60,6 +60,8 @@ def test_another_request_under_a_known_id_is_refused(tmp_path: Path) -> None:
         '{"id": "y", "verb": "stop"}',
         '{"id": "x", "verb": "switch"}',
         "\udcff",
+        "[" * 200_000,
+        '{"id": "x", "verb": "stop", "deadline": ' + "9" * 5000 + "}",
     ],
 )
 def test_a_malformed_file_is_answered_refused(tmp_path: Path, text) -> None:
@@ -110,3 +112,43 @@ def test_waiting_for_an_answer_ends(tmp_path: Path) -> None:
     began = time.monotonic()
     assert wait_answer(tmp_path, new_id(), 0.1) is None
     assert time.monotonic() - began < 2
+
+
+def test_names_that_no_answer_could_have_are_passed_over_and_told_once(tmp_path: Path, caplog) -> None:
+    for name in ("x" * 245, "é" * 60):
+        (tmp_path / f"{name}.json").write_text("{}")
+    submit(tmp_path, Request(id="a", verb="stop"))
+    inbox = Inbox(tmp_path)
+    assert [request.id for request in inbox.new()] == ["a"]
+    assert inbox.new() == []
+    inbox.close("over")
+    assert read_answer(tmp_path, "a").message == "over"
+    assert caplog.text.count("an id has at most 100 letters; the run goes on") == 2
+
+
+def test_a_folder_that_cannot_be_read_ends_no_agent(tmp_path: Path, caplog) -> None:
+    inbox = Inbox(tmp_path / "gone")
+    assert inbox.new() == inbox.new() == []
+    inbox.close("over")
+    assert caplog.text.count("requests are not read") == 1
+
+
+def test_an_answer_that_the_disk_does_not_take_is_told_and_written_later(tmp_path: Path, caplog, monkeypatch) -> None:
+    full = [True]
+
+    def fsync(_: int) -> None:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fsync)
+    (tmp_path / "a.json").write_text(Request(id="a", verb="stop").to_json())
+    inbox = Inbox(tmp_path)
+    assert len(inbox.new()) == 1
+    inbox.answer("a", Answer(outcome="done"))
+    assert inbox.new() == []
+    assert caplog.text.count("answer to request a is not written: [Errno 28]") == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"], "no draft is left"
+    full[0] = False
+    inbox.close("over")
+    assert read_answer(tmp_path, "a").outcome == "done", "and not failed"
+    assert Inbox(tmp_path).new() == []

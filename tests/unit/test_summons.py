@@ -34,7 +34,9 @@ def test_a_summons_says_who_is_who_and_is_read_back_equal() -> None:
         ("coming", {"lost": ["a died", "b died"]}, "undone", "a died; b died"),
         ("coming", {"stopping": True}, "undone", "the run is stopping"),
         ("asked", {}, "asked", ""),
-        ("asked", {"lost": ["a died"], "stopping": True}, "asked", ""),  # the ranks may have decided before
+        ("asked", {"lost": ["a died"], "stopping": True, "published": True}, "asked", ""),  # decided before, perhaps
+        ("asked", {"lost": ["a died"]}, "undone", "a died"),
+        ("asked", {"stopping": True}, "undone", "the run is stopping"),
         ("asked", {"answer": Answer(outcome="done", message="fsdp4")}, "done", ""),
         ("asked", {"answer": Answer(outcome="aborted", message="no memory")}, "undone", "no memory"),
         ("asked", {"answer": Answer(outcome="refused", message="too late")}, "undone", "too late"),

@@ -17,12 +17,13 @@ from torch.distributed.checkpoint import FileSystemReader
 from dynatrain.app.chosen import choose, kept, wanted
 from dynatrain.app.imports import import_run
 from dynatrain.app.mistake import MistakeError
-from dynatrain.app.resume import resume
+from dynatrain.app.resume import reopened, resume
 from dynatrain.app.start import anywhere
 from dynatrain.config.load import load_config
 from dynatrain.data.prepare import Request, prepare
 from dynatrain.data.tokenizer import byte_tokenizer
 from dynatrain.observe.checkpoints import MANIFEST, File
+from dynatrain.observe.mark import AgentMark
 from dynatrain.observe.requests import Answer
 from dynatrain.observe.run import RunFolder
 
@@ -266,6 +267,32 @@ def test_a_run_goes_on_with_its_model_wherever_that_is_described(place, monkeypa
     assert found.config.model.config == str(path / "config.json")
     with pytest.raises(MistakeError, match=r"model\.config was .*one/config\.json.* and is now .*small"):
         go_on("small")
+
+
+def test_a_run_that_is_driven_keeps_its_configuration_when_another_start_of_it_is_refused(place, said):
+    hurt(place, "driven", lambda _: None)
+    run = RunFolder.find("driven")
+    AgentMark.mine(0).write(run.path)
+    before = run.config.read_text()
+    code, _, err = said("train", "--run", "driven", "--layout=dp1", "--steps=77")
+    assert (code, "is driven by process" in err) == (2, True), err
+    assert run.config.read_text() == before
+
+
+def test_a_run_is_asked_for_something_else_only_where_it_can_begin(place, monkeypatch):
+    monkeypatch.chdir(place)
+    path = place / "runs" / "one"
+    before = (path / "config.toml").read_text()
+    asked = load_config(path / "config.toml", [f"--model.config={path / 'config.json'}", "--steps=77"]).config
+
+    def begin():
+        with reopened(resume(asked, path, layout_named=False)):
+            assert load_config(path / "config.toml", []).config.steps == 77
+            raise MistakeError("no device")
+
+    with pytest.raises(MistakeError, match="no device"):
+        begin()
+    assert (path / "config.toml").read_text() == before
 
 
 def generated(said, *words, prompt="There is"):

@@ -36,8 +36,7 @@ def ask(run: RunFolder, verb: str, arguments: Mapping[str, Any], timeout: float)
     """
     if timeout <= 0:
         raise MistakeError(f"--timeout is {timeout:g}; seconds, above 0.")
-    mark = run.agent()
-    if mark is None or mark.liveness() in {"ended", "gone"}:
+    if run.liveness() in {None, "ended", "gone"}:
         raise MistakeError(f"Run {run.name} is not running; see dynatrain status {run.name}.")
     request = Request(id=new_id(), verb=verb, arguments=dict(arguments), deadline=time.time() + timeout)
     submit(run.requests, request)

@@ -158,8 +158,7 @@ def kept(chosen: Chosen, asked: Wanted) -> Iterator[None]:
 
 
 def _runs(run: RunFolder) -> bool:
-    mark = run.agent()
-    return mark is not None and mark.liveness() in {"alive", "elsewhere"}
+    return run.liveness() in {"alive", "elsewhere"}
 
 
 def _there(root: Path, but: int = NEWEST) -> str:

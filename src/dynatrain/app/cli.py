@@ -13,10 +13,8 @@ Checkpointed = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")
 """A run or one of its checkpoints, given by its place."""
 Step = Annotated[int, tyro.conf.arg(metavar="N")]
 """A step; -1 for the newest."""
-Rank = Annotated[int, tyro.conf.arg(metavar="R")]
-"""A rank; -1 for all."""
-
-ALL_RANKS = -1
+Rank = Annotated[int | None, tyro.conf.arg(metavar="R")]
+"""A rank; None for all."""
 
 
 def split(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], list[str]]:

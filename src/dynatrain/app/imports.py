@@ -1,6 +1,5 @@
 """A new run out of a Hugging Face folder: its model, its tokenizer where it has one, and its weights as step 0."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from dynatrain.app.start import anywhere, make, tokenizer_for
 from dynatrain.config.load import Loaded, load_config
 from dynatrain.config.own import OWN_MODEL, TOKENIZER
 from dynatrain.config.run import RunConfig
-from dynatrain.observe.atomic import passing_parents
+from dynatrain.observe.checkpoints import checkpoint_name
 from dynatrain.observe.run import RunFolder
 from dynatrain.observe.versions import require_tested, versions
 from dynatrain.space.decoder import DecoderShape
@@ -55,29 +54,28 @@ def import_run(toml: Path | None, settings: list[str], source: Path, path: Path)
         lambda: tokenizer_for(config, shape),
         lambda: require_tested(versions()),
     )
-    with passing_parents(run.path):
-        checkpoint = _write(checked, source, run)
+    checkpoint = _write(checked, source, run)
     return Imported(run, checkpoint, config.data.tokenizer)
 
 
 def _write(checked: CheckedRun, source: Path, run: RunFolder) -> Path:
-    """The run's folder, and its first checkpoint."""
+    """Make the run's folder, with its first checkpoint in it."""
     from dynatrain.train.parallel import master_dtype  # noqa: PLC0415 - torch
     from dynatrain.train.weights import import_weights  # noqa: PLC0415
 
-    make(checked, run.path, model=source / OWN_MODEL)
     dtype = master_dtype(checked.config.precision.compute)
-    try:
-        return import_weights(source, checked.shape, run.checkpoints, run_id=run.name, dtype=dtype)
-    except OSError as error:
-        shutil.rmtree(run.path)
-        raise MistakeError(
-            f"The run {run.path} cannot be written: {error.strerror or error}. Four bytes are needed for each "
-            "parameter, eight with precision.compute = 'fp64'."
-        ) from None
-    except BaseException:
-        shutil.rmtree(run.path)
-        raise
+
+    def weights(draft: RunFolder) -> None:
+        try:
+            import_weights(source, checked.shape, draft.checkpoints, run_id=run.name, dtype=dtype)
+        except OSError as error:
+            raise MistakeError(
+                f"The run {run.path} cannot be written: {error.strerror or error}. Four bytes are needed for each "
+                "parameter, eight with precision.compute = 'fp64'."
+            ) from None
+
+    make(checked, run.path, model=source / OWN_MODEL, then=weights)
+    return run.checkpoints / checkpoint_name(0)
 
 
 def _of_source(loaded: Loaded, source: Path) -> RunConfig:

@@ -1,5 +1,7 @@
 """Going on with a run: what may be other than it was, from which checkpoint, and in which layout."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,9 +67,26 @@ def resume(config: RunConfig, path: Path, *, layout_named: bool) -> Resumed:
     return Resumed(run, config.model_copy(update={"layout": layout}), manifest.step, note + skipped)
 
 
-def reopen(resumed: Resumed) -> None:
-    """Write down what the run is asked for now."""
-    write_atomically(resumed.run.config, own_toml(resumed.config, resumed.run.path))
+@contextmanager
+def reopened(resumed: Resumed) -> Iterator[None]:
+    """Have the run's folder say what it is asked for now; where it cannot begin, what it said before.
+
+    For the run's agent: nobody else may write there.
+
+    Raises:
+        MistakeError: nothing can be written there.
+    """
+    path = resumed.run.config
+    before = path.read_text(encoding="utf-8")
+    try:
+        write_atomically(path, own_toml(resumed.config, resumed.run.path))
+    except OSError as error:
+        raise MistakeError(f"{path} cannot be written: {error.strerror or error}.") from None
+    try:
+        yield
+    except ValueError:
+        write_atomically(path, before)
+        raise
 
 
 def _origin(manifest: Manifest) -> str:

@@ -1,6 +1,5 @@
 """Reading a run's folder: its configuration, its progress, its switches."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from dynatrain.config.run import RunConfig
 from dynatrain.judge.certificate import check_certificate
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.log import Tail
+from dynatrain.observe.objects import ObjectError, read_object
 from dynatrain.observe.run import RunFolder
 
 
@@ -121,10 +121,9 @@ def certificates(run: RunFolder) -> tuple[dict[str, Any], ...]:
 
 def _record(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_object(path)
+    except (OSError, ObjectError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def certificate(run: RunFolder, number: int) -> dict[str, Any]:

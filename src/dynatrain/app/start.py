@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 from dynatrain.app.mistake import MistakeError, all_of, is_mistake
 from dynatrain.app.progress import watch
 from dynatrain.app.resize import layout_of_size
-from dynatrain.app.resume import Resumed, reopen, resume
+from dynatrain.app.resume import Resumed, reopened, resume
 from dynatrain.cluster.launch import run_agent
 from dynatrain.cluster.place import place_from, share
 from dynatrain.config.own import OWN_MODEL, own_toml
@@ -20,7 +21,8 @@ from dynatrain.data.prepare import Request, open_samples, open_validation, prepa
 from dynatrain.data.tokenizer import copy_tokenizer, load_tokenizer
 from dynatrain.layout.text import print_layout
 from dynatrain.observe.atomic import passing_parents
-from dynatrain.observe.checkpoints import checkpoints
+from dynatrain.observe.draft import discard
+from dynatrain.observe.paths import exists, user_path
 from dynatrain.observe.run import RunFolder
 from dynatrain.observe.versions import environment, require_tested, versions
 from dynatrain.space.decoder import DecoderShape
@@ -39,6 +41,7 @@ def start(
     entry: str = ENTRY,
     fresh: bool = True,
     layout_named: bool = False,
+    take_over: bool = False,
 ) -> tuple[RunFolder | None, int]:
     """Make a run, or go on with one, and train until it ends.
 
@@ -52,6 +55,7 @@ def start(
         entry: ``package.module:function`` that each rank runs.
         fresh: nothing may be at ``path``; else a run that is there goes on from its newest checkpoint.
         layout_named: whether a run that goes on does so in the configuration's layout, not in that of its checkpoint.
+        take_over: go on with a run also where an agent on another host may still drive it.
 
     Returns:
         The run, on the node that is to speak of it, and the exit code.
@@ -60,7 +64,7 @@ def start(
         ValueError: the user's mistake, of the kind that found it. Nothing is left behind.
     """
     config = anywhere(config)
-    there = _node() == 0 and begun(RunFolder(path))
+    there = _node() == 0 and RunFolder(path).exists
     if there and fresh:
         raise MistakeError(
             f"There is a run at {path} already. Give a new name, for example --run {path.name}-2; or let train go on "
@@ -86,7 +90,7 @@ def start(
     if place.node > 0:
         return None, agent(RunFolder(path.absolute()))
     if resumed:
-        return resumed.run, _go_on(resumed, checked, agent, quiet=quiet)
+        return resumed.run, _go_on(resumed, checked, partial(agent, take_over=take_over), quiet=quiet)
     with passing_parents(path):
         run = make(checked, path)
         with _taken_back(run), watch(run, config.steps, quiet=quiet) as announce:
@@ -104,8 +108,7 @@ def _go_on(resumed: Resumed, checked: CheckedRun, agent: Callable[..., int], *, 
         if resumed.step == steps:
             announce(f"all {steps} steps are trained already; more with --steps=N")
             return 0
-        reopen(resumed)
-        return agent(resumed.run, announce=announce)
+        return agent(resumed.run, asked=reopened(resumed), announce=announce)
 
 
 def _grace(config: RunConfig) -> float:
@@ -116,9 +119,9 @@ def _grace(config: RunConfig) -> float:
 def anywhere(config: RunConfig) -> RunConfig:
     """The configuration with paths that mean the same in every working directory."""
     model, data = config.model, config.data
-    if model.config not in PRESETS and Path(model.config).expanduser().exists():
-        model = model.model_copy(update={"config": str(Path(model.config).expanduser().absolute())})
-    paths = tuple(str(Path(path).expanduser().absolute()) for path in data.paths)
+    if model.config not in PRESETS and exists(user_path(model.config)):
+        model = model.model_copy(update={"config": str(user_path(model.config).absolute())})
+    paths = tuple(str(user_path(path).absolute()) for path in data.paths)
     return config.model_copy(update={"model": model, "data": data.model_copy(update={"paths": paths})})
 
 
@@ -132,13 +135,6 @@ def refuse_unnamed(name: str, environment: Mapping[str, str]) -> None:
         raise MistakeError("Several nodes, and no --run NAME: each would name the run by its own clock. Give one name.")
 
 
-def begun(run: RunFolder) -> bool:
-    """Whether a run is there; one that was killed before its agent began is taken away, unless it was imported."""
-    if run.exists and run.agent() is None and not checkpoints(run.checkpoints):
-        shutil.rmtree(run.path)
-    return run.exists
-
-
 def _node() -> int:
     try:
         return place_from(os.environ).node
@@ -146,20 +142,26 @@ def _node() -> int:
         return 0  # the launch is refused by itself
 
 
-def make(checked: CheckedRun, path: Path, model: Path | None = None) -> RunFolder:
+def make(
+    checked: CheckedRun,
+    path: Path,
+    *,
+    model: Path | None = None,
+    then: Callable[[RunFolder], None] = lambda _: None,
+) -> RunFolder:
     """The folder with everything that ranks need; nothing where the data cannot be used, or somebody interrupts.
 
     Args:
         checked: what was asked for.
         path: of the folder.
         model: a ``config.json`` that the run is to have a copy of, so that it needs no other folder.
+        then: writes more into the folder, before it has its name.
     """
     config = checked.config
     tokenizer = tokenizer_for(config, checked.shape)
     if model is not None:
         own = config.model.model_copy(update={"config": str(path.absolute() / OWN_MODEL)})
         config = config.model_copy(update={"model": own})
-    run = RunFolder.create(path, config=own_toml(config, path), environment=environment())
     request = Request(
         paths=config.data.paths,
         text_column=config.data.text_column,
@@ -168,7 +170,8 @@ def make(checked: CheckedRun, path: Path, model: Path | None = None) -> RunFolde
         validation=config.data.validation,
         seed=config.seed,
     )
-    try:
+
+    def fill(run: RunFolder) -> None:
         if model is not None:
             shutil.copyfile(model, run.path / OWN_MODEL)
         if tokenizer is not None:
@@ -177,10 +180,9 @@ def make(checked: CheckedRun, path: Path, model: Path | None = None) -> RunFolde
         open_samples(run.path, config.data.sequence)
         if config.validation.every:
             open_validation(run.path, config.data.sequence)
-    except BaseException:
-        shutil.rmtree(run.path)
-        raise
-    return run
+        then(run)
+
+    return RunFolder.create(path, config=own_toml(config, path), environment=environment(), fill=fill)
 
 
 def tokenizer_for(config: RunConfig, shape: DecoderShape) -> Path | None:
@@ -201,10 +203,12 @@ def tokenizer_for(config: RunConfig, shape: DecoderShape) -> Path | None:
 
 @contextmanager
 def _taken_back(run: RunFolder) -> Iterator[None]:
-    """Take the run away again where the agent refuses to begin: no rank was started then, and nothing is lost."""
+    """Take the run away again where its agent refuses to begin: no rank was started then, and nothing is lost."""
     try:
         yield
     except ValueError as error:
-        if is_mistake(error) and not any(run.logs.glob("rank_*")):
-            shutil.rmtree(run.path)
+        mark = run.agent()
+        ours = mark is None or (mark.pid, mark.host) == (os.getpid(), socket.gethostname())
+        if is_mistake(error) and ours and not any(run.logs.glob("rank_*")):
+            discard(run.path)
         raise

@@ -1,6 +1,5 @@
 """Checking what a run wrote down: certificates against themselves, plans against what is derived anew."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from dynatrain.app.mistake import MistakeError
 from dynatrain.app.planned import Change, change_of_record
 from dynatrain.judge.certificate import check_certificate
+from dynatrain.observe.objects import ObjectError, read_object
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.record import PlanRecord, PlanRecordError
 
@@ -34,28 +34,12 @@ class Checked:
     saved: bool = False
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        MistakeError: there is none.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MistakeError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise MistakeError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise MistakeError(f"{path} holds a {type(found).__name__}; a certificate or a plan is a JSON object.")
-    return found
-
-
 def check_file(path: Path) -> Checked:
     """Check a certificate or a plan.
 
     Raises:
         MistakeError: it is neither.
+        ObjectError: it is no JSON object.
     """
     found = read_object(path)
     if "tensors" in found:
@@ -72,7 +56,7 @@ def check_switch(folder: Path) -> Checked:
         return Checked(what=folder.name, problems=("no certificate: the switch never came to its end",), record={})
     try:
         checked = _certificate(folder.name, read_object(certificate_path))
-    except MistakeError as error:
+    except ObjectError as error:
         checked = Checked(what=folder.name, problems=(str(error),), record={})
     if not plan_path.exists():
         return checked if checked.problems or not _planned(checked.record) else _with(checked, (_NO_PLAN,))
@@ -99,7 +83,7 @@ def _derived(path: Path) -> tuple[Checked, PlanRecord | None, Change | None]:
         planned = change_of_record(record)
     except PlanRecordError as error:
         return Checked(what=str(path), problems=error.problems, record={}), None, None
-    except (MistakeError, PlanError) as error:
+    except (MistakeError, ObjectError, PlanError) as error:
         return Checked(what=str(path), problems=(str(error),), record={}), None, None
     whole = planned.whole()
     again = planned.record(whole, planned.summary(whole))

@@ -185,6 +185,8 @@ class Agent:
 
     def _tick(self) -> None:
         """Everything that is looked at rather than reported."""
+        if self._job.lease is not None and self._job.lease.lost:
+            raise RunFailedError(self._job.lease.lost)
         self._pulse.look()
         self._peers.look()
         node, number = self._peers.stopping()

@@ -26,15 +26,10 @@ class Desk:
         self._open: dict[int, Request] = {}
         self._scales: deque[Request] = deque()
         self._asked: dict[int, Answer | None] = {}
-        self._unwritten: dict[str, Answer] = {}
 
     def serve(self) -> None:
         """Publish what is new, and write the answers that have come."""
-        try:
-            fresh = self._inbox.new()
-        except OSError:  # a folder that cannot be looked at now may be there at the next look
-            fresh = []
-        for request in fresh:
+        for request in self._inbox.new():
             self._note(request)
             if request.verb == "scale":
                 self._scales.append(request)
@@ -50,7 +45,6 @@ class Desk:
                 self._asked[number] = answer
             else:
                 self.answer(request, answer)
-        self._write()
 
     def stop(self, request: Request) -> None:
         """Put up a request of the agent's own."""
@@ -78,17 +72,8 @@ class Desk:
 
     def answer(self, request: Request, answer: Answer) -> None:
         """Tell whoever asked."""
-        self._unwritten[request.id] = answer
+        self._inbox.answer(request.id, answer)
         self._log.write("answer", id=request.id, outcome=answer.outcome, message=answer.message, switch=answer.switch)
-        self._write()
 
     def _note(self, request: Request) -> None:
         self._log.write("request", id=request.id, verb=request.verb, arguments=dict(request.arguments), by=request.by)
-
-    def _write(self) -> None:
-        for request_id, answer in tuple(self._unwritten.items()):
-            try:
-                self._inbox.answer(request_id, answer)
-            except OSError:
-                return  # a full disk: again when there is room
-            del self._unwritten[request_id]

@@ -3,16 +3,21 @@
 No torch at the top: the fork server is started first, and both import torch at the same time.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from dynatrain.cluster.interrupts import Interrupts
 from dynatrain.cluster.place import Device, PlaceError, place_from, share
 from dynatrain.cluster.spawner import Spawner
+from dynatrain.observe.mark import MARK, AgentMark, Lease, MarkError
 from dynatrain.observe.requests import Inbox
-from dynatrain.observe.run import AgentMark, RunFolder
+from dynatrain.observe.run import RunFolder
+
+_LOG = logging.getLogger(__name__)
 
 LIVENESS_SECONDS = 30.0
 LEAVE_SECONDS = 10.0
@@ -39,6 +44,8 @@ def run_agent(
     leave_seconds: float = LEAVE_SECONDS,
     layout: str = "",
     resize: Resize | None = None,
+    take_over: bool = False,
+    asked: AbstractContextManager[None] | None = None,
     announce: Callable[[str], None] = announce_on_stderr,
 ) -> int:
     """Start this node's ranks, watch them to their end, and leave no process behind. For the main thread.
@@ -57,6 +64,8 @@ def run_agent(
         leave_seconds: time for ranks that have left the world to end by themselves; then they are killed.
         layout: of the ranks, as text.
         resize: see :class:`~dynatrain.cluster.meeting.Job`; None where ranks do not come and go.
+        take_over: as in :meth:`~dynatrain.observe.run.RunFolder.claim`.
+        asked: entered as soon as the run is claimed, left when it has ended, with the error where it could not begin.
         announce: takes lines for people.
 
     Returns:
@@ -78,19 +87,21 @@ def run_agent(
             f"save.grace_seconds = {grace_seconds:g}, but torchrun kills what is left {TORCHRUN_SECONDS:g} s after "
             f"SIGTERM. Nearest: {TORCHRUN_SECONDS:g}."
         )
-    mark = run.claim() if place.node == 0 else None
+    mark = run.claim(take_over=take_over) if place.node == 0 else None
+    lease = Lease(run.path, mark) if mark is not None else None
     code = 1
     log = run.logs / "forkserver.log" if place.node == 0 else Path(os.devnull)
     try:
         if mark is not None:
             Inbox(run.requests).close("asked before this agent began; no agent was there to take it")
-        with Interrupts() as interrupts, Spawner(entry, log) as spawner:
+        with asked or nullcontext(), Interrupts() as interrupts, Spawner(entry, log) as spawner:
             from dynatrain.cluster.agent import drive  # noqa: PLC0415 - torch, imported while the server does the same
             from dynatrain.cluster.meeting import Job  # noqa: PLC0415 - the same
 
             job = Job(
                 run=run,
                 attempt=mark.attempt if mark is not None else 0,
+                lease=lease,
                 place=place,
                 world_size=world_size,
                 layout=layout,
@@ -106,18 +117,20 @@ def run_agent(
         code = 2
         raise
     finally:
-        if mark is not None:
-            _close(run, mark, code, announce)
+        if mark is not None and lease is not None:
+            lease.close()
+            if not lease.lost:
+                Inbox(run.requests).close(f"the run has ended with code {code}")
+            _release(run, mark, code)
     return code
 
 
-def _close(run: RunFolder, mark: AgentMark, code: int, announce: Callable[[str], None]) -> None:
-    """Leave nobody waiting. A full disk keeps none of the run's processes, and no exit code either."""
+def _release(run: RunFolder, mark: AgentMark, code: int) -> None:
+    """Say how this agent has ended; where the disk does not take that, everybody sees that its process is gone."""
     try:
-        Inbox(run.requests).close(f"the run has ended with code {code}")
         run.release(mark, code)
-    except OSError as error:
-        announce(f"That the run has ended with code {code} could not be written to {run.path}: {error.strerror}")
+    except (OSError, MarkError) as error:
+        _LOG.warning("%s does not say how the run has ended (code %d): %s", run.path / MARK, code, error)
 
 
 def _no_other_size(_layout: str, _size: int, _named: str) -> str:

@@ -135,13 +135,15 @@ class Lead:
 
     def _follow(self, summons: Summons, *, stopping: bool) -> None:
         sight = self._sight(summons, stopping=stopping)
-        if summons.stage == "asked" and stopping:
+        if stopping and self._number >= 0 and summons.stage == "asked":
             crossing_board(self._meeting.run, summons.generation, summons.holders).give_up(
                 summons.generation, "the run is stopping"
             )
         following = advance(summons, sight)
         if following != summons:
             self._enter(following)
+        elif summons.stage == "asked" and self._number < 0 and set(sight.heard.values()) == {summons.mark}:
+            self._number = self._desk.ask(self._request, summons.arguments)
         elif is_over(summons, sight, self._job.leave_seconds):
             self._settle(summons, stuck=sorted(set(summons.going) & set(sight.living)))
 
@@ -157,7 +159,8 @@ class Lead:
             living=self._living(),
             heard={node: status.heard for node, status in statuses.items()},
             stopping=stopping,
-            answer=self._desk.heard(self._number) if summons.stage == "asked" else None,
+            published=self._number >= 0,
+            answer=self._desk.heard(self._number) if self._number >= 0 else None,
         )
 
     def _enter(self, summons: Summons) -> None:
@@ -169,8 +172,6 @@ class Lead:
         elif summons.stage == "done":
             self._world, self._layout = summons.new, summons.layout
         self._meeting.board.post(SUMMONS, summons.to_json())
-        if summons.stage == "asked":
-            self._number = self._desk.ask(self._request, summons.arguments)
         self._log.write(
             "crossing",
             id=self._request.id,
@@ -184,9 +185,13 @@ class Lead:
         )
 
     def end(self) -> None:
-        """The run has ended, within a crossing or not: leave nobody waiting for one."""
-        if self._summons is not None:
-            self._settle(self._summons)
+        """The run has ended: a crossing that is open is over with it, and whoever asked hears of that."""
+        if self._summons is None:
+            return
+        sight = replace(self._sight(self._summons, stopping=True), living=())
+        if (following := advance(self._summons, sight)) != self._summons:
+            self._enter(following)
+        self._settle(following)
 
     def _settle(self, summons: Summons, stuck: Sequence[int] = ()) -> None:
         """Answer whoever asked; the next one may come.
@@ -196,7 +201,7 @@ class Lead:
             stuck: members that were killed and are not gone.
         """
         heard = self._desk.heard(self._number) if self._number >= 0 else None
-        answer = heard or Answer(outcome="aborted", message=summons.reason or "the run has ended")
+        answer = heard or Answer(outcome="aborted", message=summons.reason)
         if stuck:
             answer = replace(answer, message=f"{answer.message}; killed and not gone: members {stuck}")
         self._desk.answer(self._request, answer)

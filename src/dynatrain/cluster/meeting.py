@@ -16,6 +16,7 @@ from dynatrain.cluster.kernel import AGENT_PRIORITY, take_realtime
 from dynatrain.cluster.place import Device, Place, choose_device, share, wait_for_listener
 from dynatrain.cluster.store import host_store, join_store, prefix
 from dynatrain.cluster.summons import Newcomer
+from dynatrain.observe.mark import Lease
 from dynatrain.observe.run import RunFolder
 
 MEET_SECONDS = 60.0  # for the other agents to appear
@@ -42,6 +43,7 @@ class Job:
         grace_seconds: time after SIGTERM in which ranks may still save.
         leave_seconds: time for ranks that have left the world to end by themselves.
         announce: takes lines for people.
+        lease: on the run; None on other nodes than 0.
     """
 
     run: RunFolder
@@ -55,6 +57,7 @@ class Job:
     grace_seconds: float
     leave_seconds: float
     announce: Callable[[str], None]
+    lease: Lease | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

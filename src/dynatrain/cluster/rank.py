@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -38,17 +39,27 @@ def live(entry: Entry, context: RankContext, *, parent: int, words: int) -> NoRe
         _settle(context, parent)
         code = entry(context) or 0
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if isinstance(leaving.code, int | None):
+            code = leaving.code or 0
+        else:  # sys.exit("why")
+            _tell(words, str(leaving.code))
+            sys.stderr.write(f"{leaving.code}\n")
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is reported, then the process ends
-        spoken = time.monotonic()
-        text = "".join(traceback.format_exception_only(error)).strip().encode()[:_WORDS].decode(errors="ignore")
-        os.write(words, json.dumps({"words": text, "spoken": spoken}).encode())
+        _tell(words, "".join(traceback.format_exception_only(error)).strip())
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # a full disk
+                stream.flush()
         # No interpreter shutdown: destructors of process groups would wait for peers that may be gone.
         os._exit(code & 0xFF)
+
+
+def _tell(words: int, text: str) -> None:
+    """Leave the last words of this rank for the agent, with their time."""
+    spoken = time.monotonic()
+    cut = text.encode(errors="backslashreplace")[:_WORDS].decode(errors="ignore")
+    os.write(words, json.dumps({"words": cut, "spoken": spoken}).encode())
 
 
 def _settle(context: RankContext, parent: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -14,6 +15,8 @@ from typing import Self
 
 from dynatrain.cluster.context import RankContext, Report
 
+ROOM_SECONDS = 2.0
+"""Time that the server has to take an order; it needs milliseconds."""
 _LAUNCHER = ("TORCHELASTIC_", "MASTER_", "GROUP_", "ROLE_")
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -33,6 +36,9 @@ class Spawner:
         self.began = time.monotonic()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setblocking(False)
+        self._taken: list[Report] = []
+        self._over = False
+        self._deaf = False
         descriptor = str(theirs.fileno())
         # -P: the folder that the user happens to be in must not hide modules; the agent's own path is handed over.
         command = [sys.executable, "-P", "-m", "dynatrain.cluster.forkserver", descriptor, entry, str(os.getpid())]
@@ -70,17 +76,11 @@ class Spawner:
         Raises:
             ConnectionError: the server is gone; its ranks are, too.
         """
-        reports: list[Report] = []
-        while True:
-            try:
-                packet = self._channel.recv(1 << 16)
-            except BlockingIOError:
-                return reports
-            if not packet:
-                if reports:
-                    return reports
-                raise ConnectionError("the fork server has ended")
-            reports.append(Report.from_json(packet.decode()))
+        self._take()
+        if self._over and not self._taken:
+            raise ConnectionError("the fork server has ended")
+        reports, self._taken = self._taken, []
+        return reports
 
     def close(self, timeout: float) -> bool:
         """End the server and everything below it; False where something is left after ``timeout`` seconds."""
@@ -102,9 +102,31 @@ class Spawner:
         if self._channel.fileno() >= 0:
             self.close(timeout=3.0)
 
+    def _take(self) -> None:
+        """Read what the server has sent."""
+        while not self._over:
+            try:
+                packet = self._channel.recv(1 << 16)
+            except BlockingIOError:
+                return
+            if packet:
+                self._taken.append(Report.from_json(packet.decode()))
+            else:
+                self._over = True
+
     def _order(self, order: dict[str, object]) -> None:
+        """Send an order, as soon as there is room for it: the channel takes some 160 that nobody has read."""
+        end = time.monotonic() + ROOM_SECONDS
         with suppress(BrokenPipeError, ConnectionResetError):  # the next receive says so
-            self._channel.send(json.dumps(order).encode())
+            while not self._deaf:
+                try:
+                    self._channel.send(json.dumps(order).encode())
+                except BlockingIOError:
+                    self._take()  # the server may be waiting for room itself
+                    select.select([self._channel], [self._channel], [], 0.1)
+                    self._deaf = time.monotonic() > end  # it is halted, and is not waited for again
+                else:
+                    return
 
 
 def _environment() -> dict[str, str]:

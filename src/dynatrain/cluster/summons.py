@@ -8,9 +8,10 @@ stage       what agents do                                          what comes n
 ==========  ======================================================  ===================================================
 ``coming``  start their newcomers                                   all have beaten once: ``asked``; one is lost, or
                                                                     the run stops: ``undone``
-``asked``   publish the crossing to the ranks; whoever loses a      the ranks' answer: ``done``, or ``undone`` for any
-            newcomer gives it up on the crossing's board, which     other; the old world has ended: ``undone``
-            the ranks may have decided before
+``asked``   know that leavers may go; once all have heard, the      the ranks' answer: ``done``, or ``undone`` for any
+            crossing is published to the ranks; whoever loses a     other; the old world has ended, or the ranks were
+            newcomer gives it up on the crossing's board, which     not asked yet and one is lost or the run stops:
+            the ranks may have decided before                       ``undone``
 ``done``    give leavers a while to end, then kill them             all of them are gone: the request is answered
 ``undone``  kill their newcomers                                    likewise; the world is as it was
 ==========  ======================================================  ===================================================
@@ -126,6 +127,7 @@ class Sight:
         living: members whose processes live, of all nodes.
         heard: by node, the :attr:`Summons.mark` that its agent has acted on.
         stopping: whether the run was asked to stop.
+        published: whether the ranks were asked.
         answer: what the ranks say of it.
     """
 
@@ -135,18 +137,19 @@ class Sight:
     living: Collection[int] = ()
     heard: Mapping[int, str] = field(default_factory=dict)
     stopping: bool = False
+    published: bool = False
     answer: Answer | None = None
 
 
 def advance(summons: Summons, sight: Sight) -> Summons:
     """The stage that follows from what is seen; the same summons where that is the present one."""
-    if summons.stage == "coming":
+    if summons.stage in {"coming", "asked"} and not sight.published:
         if sight.lost:
             return summons.at("undone", "; ".join(sight.lost))
         if sight.stopping:
             return summons.at("undone", "the run is stopping")
-        if not sight.absent:
-            return summons.at("asked")
+    if summons.stage == "coming" and not sight.absent:
+        return summons.at("asked")
     if summons.stage == "asked":
         if sight.answer is not None:
             done = sight.answer.outcome == "done"

@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from dynatrain.config.run import RunConfig, Section, Switch
+from dynatrain.observe.fields import shown
 
 _RULES = {
     "tuple_type": 'a list, as in ["a", "b"]',
@@ -38,6 +39,10 @@ def unknown(key: str, origin: str) -> str:
     if below:
         return f"{key} ({origin}) is a section; its keys are {', '.join(below)}"
     place, _, name = key.rpartition(".")
+    if place.startswith("switch") and origin == "flag":
+        return (
+            f"{key} (flag) is not a key: all scheduled switches are one value, --switch='[{{step=3, layout=\"tp2\"}}]'"
+        )
     legal = [*{**keys(RunConfig), **RunConfig.model_fields}]
     if place.startswith("switch"):
         legal = [f"{place}.{field}" for field in Switch.model_fields]
@@ -62,4 +67,4 @@ def _sentence(details: ErrorDetails, origins: Mapping[str, str], elsewhere: str)
     value = details["input"]
     expected = str(details.get("ctx", {}).get("expected", ""))
     near = difflib.get_close_matches(str(value), expected.replace("'", "").replace(" or ", ", ").split(", "), n=1)
-    return f"{dotted} = {value!r} ({origin}): should be {rule}{f'; nearest: {near[0]}' if near else ''}"
+    return f"{dotted} = {shown(value)} ({origin}): should be {rule}{f'; nearest: {near[0]}' if near else ''}"

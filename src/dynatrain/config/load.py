@@ -59,8 +59,10 @@ def _read(path: Path) -> Tree:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read", (error.strerror or str(error),)) from None
-    except ValueError as error:  # of TOML, or of UTF-8
+    except ValueError as error:  # of TOML, of UTF-8, or a number of too many digits
         raise ConfigError(f"{path} is not TOML", (str(error),)) from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not TOML that can be read", ("too many brackets are open at once",)) from None
 
 
 def _flags(words: list[str]) -> tuple[Tree, list[str]]:
@@ -92,7 +94,7 @@ def _parsed(text: str, annotation: Any) -> Any:
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

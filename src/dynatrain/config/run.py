@@ -4,8 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1)]
-WholeNumber = Annotated[int, Field(ge=0)]
+MOST = 2**31 - 1
+"""Of anything that is counted: more than any run has, and products of two still fit into 64 bits."""
+Count = Annotated[int, Field(ge=1, le=MOST)]
+WholeNumber = Annotated[int, Field(ge=0, le=MOST)]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -25,8 +28,8 @@ class World(Section):
     """Ranks at the start; by default as many as the layout has."""
     min: Count = 1
     """Fewest ranks that the run may be scaled to."""
-    max: Count | None = None
-    """Most ranks; by default as many as there are places."""
+    max: WholeNumber = 0
+    """Most ranks; 0 for as many as there are places."""
     sizes: tuple[Count, ...] = ()
     """The only numbers of ranks; empty for any."""
     step: Count = 1
@@ -55,10 +58,10 @@ class Data(Section):
     tokenizer: Literal["bpe", "bytes", "model"] = "bpe"
     """Byte-level BPE, trained on the documents at the first start; one token per byte; or the tokenizer.json beside the
     model's config.json. Unused with .bin and .idx."""
-    vocab_size: Annotated[int, Field(ge=257)] = 4096
+    vocab_size: Annotated[int, Field(ge=257, le=MOST)] = 4096
     """Entries of the BPE vocabulary; unused with bytes and model, and with .bin
     and .idx, whose tokens the model must know."""
-    sequence: Annotated[int, Field(ge=2)] = 256
+    sequence: Annotated[int, Field(ge=2, le=MOST)] = 256
     """Tokens of one sequence."""
     document_mask: bool = False
     """A sequence is cut out of documents that stand one behind the other; let no token attend to another document, and
@@ -142,7 +145,7 @@ class Switching(Section):
 
     mode: Literal["keep", "tight", "auto"] = "auto"
     """Keep the old state to the commit; hand it over tensor by tensor; or keep it where it fits, else hand it over."""
-    deadline_seconds: Positive = 60.0
+    deadline_seconds: Seconds = 60.0
     """Longest time of one phase, in seconds; then the late ranks are named and the switch is given up."""
     budget_mib: WholeNumber = 0
     """Memory of a rank in mode tight beyond the larger of its old and its new state, in MiB; 0 for what suffices."""
@@ -162,9 +165,9 @@ class Save(Section):
     """Checkpoints that stay."""
     snapshot_mib: WholeNumber = 0
     """Memory of a rank for copies that wait for the disk, in MiB; 0 for as much as a save needs."""
-    deadline_seconds: Positive = 600.0
+    deadline_seconds: Seconds = 600.0
     """Longest time of a save, in seconds; then it is given up, and training goes on."""
-    grace_seconds: Positive = 60.0
+    grace_seconds: Seconds = 60.0
     """Seconds from SIGTERM to the last save's end; then all ranks are ended, saved or not."""
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynatrain.data.readers import SUFFIXES, UnreadableError, texts_in
+from dynatrain.observe.paths import exists, user_path
 
 TOKENISED = (".bin", ".idx")
 """The two files of a corpus that is tokenised already."""
@@ -131,14 +132,14 @@ def _files(paths: tuple[str, ...], problems: list[str]) -> list[tuple[str, Path]
         found = set(_walk(root, (".py",), _STDLIB_SKIPPED, problems))
         return sorted((path.relative_to(root).as_posix(), path) for path in found)
     found = set()
-    for path in (Path(os.path.abspath(Path(text).expanduser())) for text in paths):  # noqa: PTH100 - keeps links
-        if path.is_dir():
+    for path in (Path(os.path.abspath(user_path(text))) for text in paths):  # noqa: PTH100 - keeps links
+        if not exists(path):
+            problems.append(f"{path}: does not exist; accepted are files ({', '.join(SUFFIXES)}) and folders of them")
+        elif path.is_dir():
             inside = list(_walk(path, SUFFIXES, set(), problems))
             found.update(inside)
             if not inside:
                 problems.append(f"{path}: a folder without a file that ends in {', '.join(SUFFIXES)}")
-        elif not path.exists():
-            problems.append(f"{path}: does not exist; accepted are files ({', '.join(SUFFIXES)}) and folders of them")
         elif path.suffix not in SUFFIXES:
             problems.append(f"{path}: ends in {path.suffix or 'nothing'!r}; accepted are {', '.join(SUFFIXES)}")
         else:

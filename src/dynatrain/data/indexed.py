@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from dynatrain.data.corpus import TOKENISED, DataError, named
 from dynatrain.data.readers import UnreadableError
+from dynatrain.observe.paths import exists, user_path
 
 CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 """Types of tokens by their code. The two of fractions are read, and refused where token numbers are wanted."""
@@ -145,11 +146,11 @@ def open_indexed(paths: tuple[str, ...]) -> tuple[tuple[str, Indexed], ...]:
     """
     problems, found = [], set()
     for text in paths:
-        path = Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - keeps links
+        path = Path(os.path.abspath(user_path(text)))  # noqa: PTH100 - keeps links
         files = [path.with_suffix(suffix) for suffix in TOKENISED]
         if path.suffix not in TOKENISED:
             problems.append(f"{path}: is text or a folder, beside tokens; a corpus is all text or all .bin and .idx")
-        elif missing := [file.name for file in files if not file.is_file()]:
+        elif missing := [file.name for file in files if not (exists(file) and file.is_file())]:
             problems.append(
                 f"{path}: {' and '.join(missing)} cannot be found; tokens are a pair, NAME.bin and NAME.idx"
             )

@@ -21,6 +21,7 @@ from dynatrain.data.corpus import DataError, already_tokenised, held_out, read_d
 from dynatrain.data.indexed import misfit, open_indexed
 from dynatrain.data.samples import Samples, write_tokens
 from dynatrain.data.tokenizer import byte_tokenizer, encode, end_marker, load_tokenizer, train_bpe
+from dynatrain.observe.objects import ObjectError, read_object
 
 RECORD = "data.json"
 _TRAIN, _VALIDATION = "train", "validation"
@@ -192,14 +193,21 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _parse(record: Path) -> Prepared:
-    """The contents of a ``data.json``."""
-    read = json.loads(record.read_text(encoding="utf-8"))
-    return Prepared(
-        request=_request(read["request"]),
-        vocab_size=read["vocab_size"],
-        documents=tuple(read["documents"]),
-        tokens=tuple(read["tokens"]),
-    )
+    """The contents of a ``data.json``.
+
+    Raises:
+        DataError: it was damaged.
+    """
+    try:
+        read = read_object(record)
+        return Prepared(
+            request=_request(read["request"]),
+            vocab_size=read["vocab_size"],
+            documents=tuple(read["documents"]),
+            tokens=tuple(read["tokens"]),
+        )
+    except (OSError, ObjectError, KeyError, TypeError, AttributeError) as error:
+        raise DataError("the prepared data cannot be used", (f"{record} was damaged: {error}",)) from None
 
 
 def _request(fields: dict[str, object]) -> Request:
@@ -224,6 +232,9 @@ def _main() -> int:
         _make(_request(task["request"]), Path(task["folder"]))
     except DataError as error:
         sys.stdout.write(json.dumps({"what": str(error).split("\n", 1)[0], "problems": error.problems}))
+        return 2
+    except OSError as error:  # what cannot be read is a DataError
+        sys.stdout.write(json.dumps({"what": "the prepared data cannot be written", "problems": [str(error)]}))
         return 2
     return 0
 

@@ -124,8 +124,8 @@ def _text_of(source: str | bytes, where: str, column: str) -> str:
     """The text of a JSON object."""
     try:
         value = json.loads(source)
-    except ValueError as error:  # of JSON, or of UTF-8
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
+    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of too many digits or brackets
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8, or without end"
         raise UnreadableError(
             f"{where} is not JSON ({reason}); it is to be an object with a string under {column!r}"
         ) from None

@@ -4,7 +4,6 @@ Training and batch encoding start threads that a fork does not survive; both bel
 :mod:`dynatrain.data.prepare`. Loading a file, and encoding or decoding one text at a time, start none.
 """
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dynatrain.config.own import TOKENIZER
 from dynatrain.data.corpus import DataError
+from dynatrain.observe.objects import ObjectError, read_object
 
 SETTINGS = "tokenizer_config.json"
 """What Hugging Face keeps beside it; names the end marker as ``eos_token``."""
@@ -91,12 +91,11 @@ def end_marker(path: Path) -> str:
     """
     settings = path.parent / SETTINGS
     try:
-        found = json.loads(settings.read_text(encoding="utf-8"))
+        marker = read_object(settings).get("eos_token")
     except FileNotFoundError:
         return END
-    except (OSError, ValueError) as error:
-        raise DataError("the tokenizer cannot be used", (f"{settings} cannot be read: {error}",)) from None
-    marker = found.get("eos_token") if isinstance(found, dict) else None
+    except ObjectError as error:
+        raise DataError("the tokenizer cannot be used", (str(error),)) from None
     marker = marker.get("content") if isinstance(marker, dict) else marker
     return marker if isinstance(marker, str) and marker else END
 

@@ -1,14 +1,13 @@
 """The weights in a Hugging Face folder as a shelf: one file, or shards under an index."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dynatrain.execute.shelf import Shelf, Stored
 from dynatrain.execute.tensor_file import WeightsError, open_tensors
+from dynatrain.observe.objects import ObjectError, read_object
 from dynatrain.space.blocks import COUNTERS
 from dynatrain.space.box import whole, within
 from dynatrain.space.decoder import DecoderShape, catalogue
@@ -105,15 +104,15 @@ def _indexed(path: Path) -> dict[str, str]:
     """The index: which shard has which tensor."""
     what = f"the weights in {path} cannot be used"
     try:
-        index: Any = json.loads((path / INDEX).read_text(encoding="utf-8"))
-    except OSError:
+        index = read_object(path / INDEX)
+    except FileNotFoundError:
         others = sorted(one.name for one in path.glob("*") if one.suffix in {".bin", ".safetensors", ".pt", ".pth"})
         seen = f"; there are {', '.join(others[:3])}" if others else ""
         rule = f"a folder with {SINGLE}, or with {INDEX} and its shards, is needed{seen}"
         raise WeightsError(what, (rule,)) from None
-    except ValueError as error:
-        raise WeightsError(what, (f"{INDEX} is not JSON: {error}",)) from None
-    places = index.get("weight_map") if isinstance(index, dict) else None
+    except ObjectError as error:
+        raise WeightsError(what, (str(error),)) from None
+    places = index.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise WeightsError(what, (f"{INDEX} has no weight_map from names of tensors to names of shards",))
     shards = sorted(set(places.values()))

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dynatrain.execute.shelf import Stored
+from dynatrain.observe.objects import ObjectError, parse_object
 from dynatrain.space.box import whole
 
 _DTYPES = {
@@ -157,9 +158,9 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
             rule = f"it is no safetensors file, or cut short inside its header: it has {size} bytes"
             raise WeightsError(what, (rule,))
         try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise WeightsError(what, (f"its header is not JSON: {error}",)) from None
+            header = parse_object(file.read(length))
+        except ObjectError as error:
+            raise WeightsError(what, (f"its header {error}",)) from None
     return header, _LENGTH.size + length, size
 
 

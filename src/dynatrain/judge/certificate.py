@@ -14,6 +14,7 @@ from dynatrain.layout.form import LayoutError
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.fields import ANY, Rule, count, duration, flag, hexadecimal, one_of, problems_of, text
 from dynatrain.observe.modes import DECIDED, MODES
+from dynatrain.observe.objects import parse_object
 
 SCHEMA = 2
 """Version of the record; a reader refuses others."""
@@ -175,7 +176,7 @@ class Certificate:
         Raises:
             ValueError: the text is no JSON object, or no record without contradictions: all problems are named.
         """
-        record = json.loads(written)
+        record = parse_object(written)
         if problems := check_certificate(record):
             raise ValueError("not a valid certificate: " + "; ".join(problems))
         peaks = {

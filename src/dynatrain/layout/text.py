@@ -36,6 +36,10 @@ _OPTIONS = {
 """Options, and the axes that each may stand behind. Where both are named, ZeRO's stage stands behind fsdp."""
 _KINDS = _SP, _ZERO, _METHOD, _SCHEDULE = {"sp"}, {"z1", "z2"}, {"ring", "ulysses"}, {"zb", "zbv"}
 _SHOWN_ORDER = 16
+_MOST_PARTS = len(_NAMES) + 1
+"""Every axis once, and the order."""
+_SHOWN = 200
+"""Letters of a text that are shown where it is wrong; an order may have many thousands."""
 
 
 def parse_layout(text: str) -> Layout:
@@ -48,7 +52,7 @@ def parse_layout(text: str) -> Layout:
     """
     layout, problems = _read(text)
     if problems:
-        raise LayoutError(f"{text!r} is not a layout", tuple(problems), (_repaired(text),))
+        raise LayoutError(f"{_quoted(text)} is not a layout", tuple(problems), (_repaired(text),))
     return layout
 
 
@@ -99,12 +103,14 @@ def _read(text: str) -> tuple[Layout, list[str]]:
     order: tuple[int, ...] = ()
     problems: list[str] = []
     parts = text.split(".")
+    if len(parts) > _MOST_PARTS:
+        return Layout(), [f"it has {len(parts)} parts; at most {_MOST_PARTS}, since each axis appears once"]
     for i, part in enumerate(parts):
         if problem := _part_problem(part):
             problems.append(problem)
         elif part.startswith("order"):
             if i < len(parts) - 1:
-                problems.append(f"{part!r}: the order comes last")
+                problems.append(f"{_quoted(part)}: the order comes last")
             order = tuple(map(int, part.split("_")[1:]))
         elif match := _AXIS.fullmatch(part):
             matches.append(match)
@@ -180,7 +186,11 @@ def _part_problem(part: str) -> str:
         rule = "v1 goes without saying; leave it out"
     else:
         rule = _option_problem(match["axis"], match["options"].split("-")[1:])
-    return f"{part!r}: {rule}" if rule else ""
+    return f"{_quoted(part)}: {rule}" if rule else ""
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}...")
 
 
 def _option_problem(axis: str, options: list[str]) -> str:

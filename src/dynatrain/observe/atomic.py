@@ -12,8 +12,8 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         OSError: the folder cannot be written; nothing has changed.
     """
-    draft = _draft(path, text)
-    draft.replace(path)
+    with _draft(path, text) as draft:
+        draft.replace(path)
     sync_folder(path.parent)
 
 
@@ -24,11 +24,8 @@ def create_atomically(path: Path, text: str) -> None:
         FileExistsError: something is there; it is left as it was.
         OSError: the folder cannot be written; nothing has changed.
     """
-    draft = _draft(path, text)
-    try:
+    with _draft(path, text) as draft:
         os.link(draft, path)
-    finally:
-        draft.unlink()
     sync_folder(path.parent)
 
 
@@ -45,14 +42,18 @@ def passing_parents(path: Path) -> Iterator[None]:
         raise
 
 
-def _draft(path: Path, text: str) -> Path:
-    """The text under a name of this process's own, on the disk."""
+@contextmanager
+def _draft(path: Path, text: str) -> Iterator[Path]:
+    """The text under a name of this process's own, on the disk; the name is gone afterwards, whatever happens."""
     draft = path.parent / f".{path.name}.{os.getpid()}.draft"
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return draft
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,6 +16,8 @@ from typing import Self
 import xxhash
 
 from dynatrain.observe.atomic import sync_folder, write_atomically
+from dynatrain.observe.fields import ANY, Rule, count, hexadecimal, problems_of, text
+from dynatrain.observe.objects import ObjectError, read_object
 
 SCHEMA = 1
 """Of the manifest and of what a checkpoint holds; every version ever written can be read."""
@@ -23,7 +25,25 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 WEIGHTS_ONLY = ("param",)
 """States of a checkpoint that has parameters and nothing else."""
-_NAME = re.compile(r"step_(\d+)")
+_NAME = re.compile(r"step_([0-9]{1,18})")
+
+
+def _file_name(value: object) -> bool:
+    """Whether a value is the name of a file inside a folder."""
+    return isinstance(value, str) and text(value) and Path(value).name == value and "\0" not in value
+
+
+_RULES: Rule = {
+    "schema": lambda value: count(value) and value in range(1, SCHEMA + 1),
+    "run_id": text,
+    "step": count,
+    "layout": text,
+    "world_size": lambda value: count(value) and value != 0,
+    "states": [text],
+    "objects": [text],
+    "files": [{"name": _file_name, "size": count, "xxh3": hexadecimal}],
+    "versions": {ANY: text},
+}
 
 
 class CheckpointError(ValueError):
@@ -90,24 +110,28 @@ class Manifest:
         """The manifest of a folder, every file of which is there in its size.
 
         Raises:
-            CheckpointError: there is none, it is of a later version, or files are missing or of another size.
+            CheckpointError: there is none, it was damaged, it is of a later version or of another step than the
+                folder's name says, or files are missing or of another size.
         """
         try:
-            found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            schema = found["schema"]
-            if not 1 <= schema <= SCHEMA:
-                raise CheckpointError(f"{folder}: written by a later version (schema {schema}, known is {SCHEMA})")
-            files = tuple(File(**file) for file in found.pop("files"))
-            states, objects = tuple(found.pop("states")), tuple(found.pop("objects"))
-            manifest = cls(files=files, states=states, objects=objects, **found)
+            found = read_object(folder / MANIFEST)
         except FileNotFoundError:
             raise CheckpointError(f"{folder}: not complete, it has no {MANIFEST}") from None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({error})") from error
-        if problems := [problem for file in manifest.files if (problem := _misfit(folder, file))]:
-            raise CheckpointError(f"{folder}: {'; '.join(problems)}")
+        except ObjectError as error:
+            raise CheckpointError(str(error)) from None
+        schema = found.get("schema")
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise CheckpointError(f"{folder}: written by a later version (schema {schema}, known is {SCHEMA})")
+        if problems := problems_of("manifest", found, _RULES):
+            raise CheckpointError(f"{folder}: {MANIFEST} was damaged: {'; '.join(problems)}")
+        files = tuple(File(**file) for file in found.pop("files"))
+        states, objects = tuple(found.pop("states")), tuple(found.pop("objects"))
+        manifest = cls(files=files, states=states, objects=objects, **found)
+        wrong = [problem for file in manifest.files if (problem := _misfit(folder, file))]
+        if named_step(folder) not in {None, manifest.step}:
+            wrong.append(f"its {MANIFEST} is of step {manifest.step}")
+        if wrong:
+            raise CheckpointError(f"{folder}: {'; '.join(wrong)}")
         return manifest
 
 
@@ -205,9 +229,12 @@ def usable(folder: Path) -> bool:
 
 def _misfit(folder: Path, file: File) -> str:
     path = folder / file.name
-    if not path.is_file():
-        return f"{file.name} is missing"
-    size = path.stat().st_size
+    try:
+        if not path.is_file():
+            return f"{file.name} is missing"
+        size = path.stat().st_size
+    except OSError as error:  # of a name that is too long, of a folder that is closed to us
+        return f"{file.name} cannot be looked at: {error.strerror}"
     return "" if size == file.size else f"{file.name} has {size} bytes, written were {file.size}"
 
 

@@ -55,11 +55,14 @@ def text(value: object) -> bool:
     return isinstance(value, str) and value != "" and value.encode(errors="replace").decode() == value
 
 
+def number(value: object) -> bool:
+    """Any number, also none that is finite."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def duration(value: object) -> bool:
     """Seconds, or None where they are not known."""
-    return value is None or (
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
-    )
+    return value is None or (isinstance(value, int | float) and number(value) and 0 <= value < float("inf"))
 
 
 def hexadecimal(value: object) -> bool:

@@ -28,11 +28,19 @@ place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
 The kinds of ``metrics.jsonl`` are ``step`` and ``validation``; their fields belong to the training loop.
 """
 
+import errno
 import json
+import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
+
+from dynatrain.observe.fields import count, number, text
+from dynatrain.observe.objects import ObjectError, parse_object
+
+_LOG = logging.getLogger(__name__)
 
 KINDS = frozenset(
     {
@@ -59,9 +67,21 @@ KINDS = frozenset(
 )
 """All kinds of lines; the table above says what each tells."""
 
+_NEEDED = {"time": number, "kind": text}
+_NEEDED_OF = {
+    "step": {"step": count, "loss": number, "tokens_per_second": number, "seconds": number, "layout": text},
+    "validation": {"step": count, "loss": number, "samples": count},
+    "switch": {"switch": count, "phase": text},
+    "save": {"step": count, "outcome": text},
+}
+"""What readers of a line, and of one of a kind, rely on."""
+
 
 class Log:
     """Appends lines to one file, each with a single write, so that several processes can share it.
+
+    A line that the disk does not take (it may be full) is told on standard error and left out: books are not worth a
+    run. The first one that is taken again says how many are missing.
 
     Args:
         path: the file; made where it is missing.
@@ -72,9 +92,10 @@ class Log:
     def __init__(self, path: Path, *, generation: int, attempt: int) -> None:
         self._stamp = {"generation": generation, "attempt": attempt}
         self._handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._path, self._missed = path, 0
         size = os.fstat(self._handle).st_size
-        if size and os.pread(self._handle, 1, size - 1) != b"\n":
-            os.write(self._handle, b"\n")  # a writer was killed within its line: ours must not be glued to it
+        # Whether a writer was killed within its line, or the disk took a part of it: the next must not be glued to it.
+        self._torn = bool(size and os.pread(self._handle, 1, size - 1) != b"\n")
 
     def enter(self, generation: int) -> None:
         """From here on lines are of another world."""
@@ -89,7 +110,24 @@ class Log:
         if kind not in KINDS:
             raise LookupError(f"{kind!r} is not in the table of kinds in {__name__}")
         record = {"time": time.time(), "kind": kind, **self._stamp, **fields}
-        os.write(self._handle, (json.dumps(record) + "\n").encode())
+        try:
+            self._append((json.dumps(record) + "\n").encode())
+        except OSError as error:
+            self._missed += 1
+            if self._missed == 1:
+                _LOG.warning("%s is not written: %s (%s); the run goes on", self._path, error, kind)
+        else:
+            if self._missed:
+                _LOG.warning("%s is written again; %d lines are missing", self._path, self._missed)
+            self._missed = 0
+
+    def _append(self, line: bytes) -> None:
+        data = b"\n" + line if self._torn else line
+        written = os.write(self._handle, data)
+        if written < len(data):  # the last bytes that there was room for
+            self._torn = True
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn = False
 
     def close(self) -> None:
         """Close the file."""
@@ -106,7 +144,7 @@ class Tail:
     """Reads a log while it grows.
 
     A last line without its end is left for the next reading: its writer may still be at it. A line inside the file that
-    is no JSON object was torn by the death of its writer and is counted in :attr:`torn`.
+    is no record of its kind was torn by the death of its writer and is counted in :attr:`torn`.
 
     Args:
         path: the file; may not be there yet.
@@ -129,11 +167,11 @@ class Tail:
         return [record for line in whole.splitlines() if (record := self._parse(line)) is not None]
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict):
-            return record
+        with suppress(ObjectError):
+            record = parse_object(line)
+            kind = record.get("kind")
+            needed = _NEEDED | (_NEEDED_OF.get(kind, {}) if isinstance(kind, str) else {})
+            if all(rule(record.get(key)) for key, rule in needed.items()):
+                return record
         self.torn += 1
         return None

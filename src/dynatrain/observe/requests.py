@@ -5,16 +5,23 @@ when its outcome is known, writes ``requests/ID.answer.json`` beside it. Both ar
 """
 
 import json
+import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from dynatrain.observe.atomic import create_atomically, write_atomically
+from dynatrain.observe.fields import Rule, count, one_of, problems_of
 from dynatrain.observe.modes import MODES, mode_problem
+from dynatrain.observe.objects import ObjectError, parse_object
+
+_LOG = logging.getLogger(__name__)
+
+_LONGEST_ID = 100
 
 ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "switch": {"layout": "a text", "mode": "a text"},
@@ -33,8 +40,15 @@ NEEDED: Mapping[str, tuple[frozenset[str], ...]] = {
 Outcome = Literal["done", "unchanged", "refused", "aborted", "failed"]
 
 
+_ANSWER: Rule = {
+    "outcome": one_of(*get_args(Outcome)),
+    "message": lambda value: isinstance(value, str),
+    "switch": lambda value: value is None or count(value),
+}
+
+
 class RequestError(ValueError):
-    """A request that no run could take; the text lists everything that is wrong with it."""
+    """A request that no run could take, or no answer to one; the text lists everything that is wrong with it."""
 
 
 def new_id() -> str:
@@ -79,8 +93,9 @@ class Request:
             RequestError: with every problem.
         """
         problems = []
-        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", self.id) or self.id.endswith(".answer"):
-            problems.append(f"id {self.id!r}: at most 100 of [A-Za-z0-9._-], for example {new_id()}")
+        well_formed = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.id) and len(self.id) <= _LONGEST_ID
+        if not well_formed or self.id.endswith(".answer"):
+            problems.append(f"id {self.id!r}: at most {_LONGEST_ID} of [A-Za-z0-9._-], for example {new_id()}")
         if self.verb not in ARGUMENTS:
             problems.append(f"verb {self.verb!r}: one of {', '.join(sorted(ARGUMENTS))}")
         else:
@@ -93,9 +108,9 @@ class Request:
 
     def _argument_problems(self) -> Iterator[str]:
         known, given = ARGUMENTS[self.verb], set(self.arguments)
-        for one_of in NEEDED.get(self.verb, ()):
-            if not one_of & given:
-                yield f"{self.verb} needs {' or '.join(map(repr, sorted(one_of)))}"
+        for names in NEEDED.get(self.verb, ()):
+            if not names & given:
+                yield f"{self.verb} needs {' or '.join(map(repr, sorted(names)))}"
         for name in sorted(given - known.keys()):
             yield f"{self.verb} knows no {name!r}; it takes {', '.join(sorted(known)) or 'nothing'}"
         for name in sorted(given & known.keys()):
@@ -107,17 +122,17 @@ class Request:
         return json.dumps({**asdict(self), "arguments": dict(self.arguments)})
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str | bytes) -> Self:
         """Read a record.
 
         Raises:
             RequestError: it is no record of a request.
         """
         try:
-            found = json.loads(text)
-        except ValueError as error:
-            raise RequestError(f"Bad request: not JSON ({error}).") from error
-        if not isinstance(found, dict) or not isinstance(found.get("arguments", {}), dict):
+            found = parse_object(text)
+        except ObjectError as error:
+            raise RequestError(f"Bad request: the record {error}.") from None
+        if not isinstance(found.get("arguments", {}), dict):
             raise RequestError("Bad request: not an object with id, verb, arguments, by, deadline.")
         texts = all(isinstance(found.get(name, ""), str) for name in ("id", "verb", "by"))
         if not texts or not isinstance(found.get("deadline"), float | int | None):
@@ -148,9 +163,18 @@ class Answer:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what :meth:`to_json` wrote."""
-        found: dict[str, Any] = json.loads(text)
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            RequestError: it is no answer.
+        """
+        try:
+            found = parse_object(text)
+        except ObjectError as error:
+            raise RequestError(f"Bad answer: the record {error}.") from None
+        if problems := problems_of("answer", found, _ANSWER):
+            raise RequestError(f"Bad answer: {'; '.join(problems)}.")
         return cls(**found)
 
 
@@ -174,9 +198,13 @@ def submit(folder: Path, request: Request) -> None:
 
 
 def read_answer(folder: Path, request_id: str) -> Answer | None:
-    """The answer to a request; None while there is none."""
+    """The answer to a request; None while there is none.
+
+    Raises:
+        RequestError: it was damaged.
+    """
     try:
-        return Answer.from_json((folder / f"{request_id}.answer.json").read_text(encoding="utf-8"))
+        return Answer.from_json((folder / f"{request_id}.answer.json").read_bytes())
     except FileNotFoundError:
         return None
 
@@ -199,12 +227,17 @@ class Inbox:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._taken: set[str] = set()
+        self._unsaid: dict[str, Answer] = {}
+        self._warned: set[str] = set()
 
     def new(self) -> list[Request]:
         """The requests not taken before, in the order in which they were written.
 
-        What cannot be read, or is past its deadline, is answered ``refused`` here and not returned.
+        What cannot be read, or is past its deadline, is answered ``refused`` here and not returned. Answers that the
+        disk did not take are written now, where it takes them.
         """
+        for request_id, answer in tuple(self._unsaid.items()):
+            self.answer(request_id, answer)
         fresh = []
         for request_id in self._unanswered():
             if request_id in self._taken:
@@ -218,33 +251,56 @@ class Inbox:
         return fresh
 
     def answer(self, request_id: str, answer: Answer) -> None:
-        """Write the answer to a request."""
-        write_atomically(self._folder / f"{request_id}.answer.json", answer.to_json())
+        """Write the answer to a request; where the disk does not take it, that is told, and tried again."""
+        try:
+            write_atomically(self._folder / f"{request_id}.answer.json", answer.to_json())
+        except OSError as error:
+            if request_id not in self._unsaid:
+                _LOG.warning("the answer to request %s is not written: %s; the run goes on", request_id, error)
+            self._unsaid[request_id] = answer
+        else:
+            self._unsaid.pop(request_id, None)
 
     def close(self, message: str) -> None:
         """Answer everything that is still open with ``failed``: nobody is left to do it."""
         for request_id in self._unanswered():
-            self.answer(request_id, Answer(outcome="failed", message=message))
+            self.answer(request_id, self._unsaid.get(request_id, Answer(outcome="failed", message=message)))
 
     def _unanswered(self) -> list[str]:
-        """Ids without an answer, oldest file first."""
-        names = {entry.name for entry in os.scandir(self._folder) if entry.name.endswith(".json")}
+        """Ids without an answer, oldest file first; none while the folder cannot be read."""
+        try:
+            names = {entry.name for entry in os.scandir(self._folder) if entry.name.endswith(".json")}
+        except OSError as error:
+            self._warn_once(f"requests are not read: {error}")
+            return []
         asked = {n.removesuffix(".json") for n in names if not n.endswith(".answer.json") and not n.startswith(".")}
-        still_open = [request_id for request_id in asked if f"{request_id}.answer.json" not in names]
+        still_open = [one for one in asked if f"{one}.answer.json" not in names and self._may_be_one(one)]
         return sorted(still_open, key=lambda request_id: (self._written(request_id), request_id))
 
+    def _may_be_one(self, request_id: str) -> bool:
+        """Whether something could be answered at all: the disk knows no name of any length."""
+        if len(os.fsencode(request_id)) <= _LONGEST_ID:
+            return True
+        self._warn_once(f"{request_id}.json is no request: an id has at most {_LONGEST_ID} letters")
+        return False
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _LOG.warning("%s; the run goes on", text)
+
     def _written(self, request_id: str) -> int:
-        """When a request was written, in nanoseconds; 0 where somebody has just taken the file away."""
+        """When a request was written, in nanoseconds; 0 where that cannot be seen, or the file was just taken away."""
         try:
             return (self._folder / f"{request_id}.json").stat().st_mtime_ns
-        except FileNotFoundError:
+        except OSError:
             return 0
 
     def _read(self, request_id: str) -> tuple[str, Request | None]:
         """``(what is wrong, None)`` or ``("", the request)``."""
         try:
-            request = Request.from_json((self._folder / f"{request_id}.json").read_text(encoding="utf-8"))
-        except (RequestError, OSError, UnicodeDecodeError) as error:
+            request = Request.from_json((self._folder / f"{request_id}.json").read_bytes())
+        except (RequestError, OSError) as error:
             return str(error), None
         if request.id != request_id:
             return f"Bad request: the file is named {request_id}, the record {request.id}.", None

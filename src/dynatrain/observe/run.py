@@ -6,7 +6,7 @@
 ``config.json``                           the model, where the run was imported
 ``tokenizer.json``                        the tokenizer, once it is trained
 ``metrics.jsonl``, ``events.jsonl``       what happened (:mod:`dynatrain.observe.log`)
-``agent.json``                            which process drives the run, or how it ended
+``agent.json``, ``agent.lease``           which process drives the run, or how it ended; its last sign of life
 ``logs/rank_N.log``                       what rank N printed; ``logs/forkserver.log`` what its parent did
 ``requests/``                             what people ask for, and the answers (:mod:`dynatrain.observe.requests`)
 ``switches/NNN/``                         ``plan.json`` and ``certificate.json`` of each switch
@@ -18,17 +18,17 @@ import difflib
 import fcntl
 import json
 import os
-import shutil
-import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
-from dynatrain.observe.atomic import passing_parents, write_atomically
-from dynatrain.observe.process import boot_id, start_of
+from dynatrain.observe.atomic import passing_parents
+from dynatrain.observe.draft import drafted
+from dynatrain.observe.mark import LEASE_SECONDS, MARK, AgentMark, Liveness, silence
+from dynatrain.observe.paths import exists
 
 RUNS = Path("runs")
 """Where runs are kept when nothing else is said."""
@@ -36,43 +36,9 @@ RUNS = Path("runs")
 _SHOWN_NAME = 100
 """Letters of a run's name that other names are made from: a name has at most 255."""
 
-Liveness = Literal["alive", "ended", "gone", "elsewhere"]
-"""An agent's process runs; has ended and said how; was killed; or is on another host, where we cannot look."""
-
 
 class RunError(ValueError):
     """A run folder that cannot be made, found or taken; the text says what is there and what would do."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AgentMark:
-    """Which process drives a run: the content of ``agent.json``.
-
-    Attributes:
-        pid: the agent's process number.
-        started: its start, in clock ticks since boot: a later process with the same number has another.
-        boot: identity of the boot that both numbers belong to.
-        host: where it runs.
-        attempt: 0 for the first agent of the run, one more for each later one.
-        exit: its exit code once it has ended; None before.
-    """
-
-    pid: int
-    started: int
-    boot: str
-    host: str
-    attempt: int
-    exit: int | None = None
-
-    def liveness(self) -> Liveness:
-        """What has become of that process, as seen from here."""
-        if self.exit is not None:
-            return "ended"
-        if self.host != socket.gethostname():
-            return "elsewhere"
-        if self.boot != boot_id() or start_of(self.pid) != self.started:
-            return "gone"
-        return "alive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,40 +52,45 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, path: Path, *, config: str, environment: Mapping[str, object]) -> Self:
+    def create(
+        cls,
+        path: Path,
+        *,
+        config: str,
+        environment: Mapping[str, object],
+        fill: Callable[["RunFolder"], None] = lambda _: None,
+    ) -> Self:
         """Make the folder of a new run, whole or not at all.
 
         Args:
             path: where; parents are made. May be an empty folder.
             config: text of ``config.toml``.
             environment: content of ``environment.json``.
+            fill: writes all else that the run begins with into the folder, which has another name until that is done.
 
         Raises:
-            RunError: the place is taken, or cannot be written.
+            RunError: the place is taken, is just being taken by another process, or cannot be written.
         """
         run = cls(path.absolute())
         try:
             run.require_free()
-            with passing_parents(run.path):
-                run._make(config, environment)
+            with passing_parents(run.path), drafted(run.path) as draft:
+                for folder in ("logs", "requests", "switches"):
+                    (draft / folder).mkdir()
+                (draft / "config.toml").write_text(config, encoding="utf-8")
+                (draft / "environment.json").write_text(
+                    json.dumps(dict(environment), indent=1) + "\n", encoding="utf-8"
+                )
+                fill(RunFolder(draft))
+        except BlockingIOError:
+            raise RunError(
+                f"Another process is just making the run {run.path}. Wait for it, or name another folder, for example "
+                f"{run.name}-2."
+            ) from None
         except OSError as error:
+            run.require_free()  # somebody else was faster
             raise run._unwritable(error) from error
         return run
-
-    def _make(self, config: str, environment: Mapping[str, object]) -> None:
-        """Write everything under another name, then take the right one."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{self.name[:_SHOWN_NAME]}.", dir=self.path.parent))
-        try:
-            draft.chmod(0o755)
-            for folder in ("logs", "requests", "switches"):
-                (draft / folder).mkdir()
-            (draft / "config.toml").write_text(config, encoding="utf-8")
-            (draft / "environment.json").write_text(json.dumps(dict(environment), indent=1) + "\n", encoding="utf-8")
-            draft.rename(self.path)
-        except OSError:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -152,7 +123,7 @@ class RunFolder:
     def all(cls, root: Path = RUNS) -> tuple[Self, ...]:
         """All runs under ``root``, the one whose agent started last at the end."""
         paths = sorted(root.absolute().iterdir()) if root.is_dir() else ()
-        runs = [run for run in map(cls, paths) if run.exists]
+        runs = [run for run in map(cls, paths) if not run.name.startswith(".") and run.exists]
         return tuple(sorted(runs, key=cls._began))
 
     @classmethod
@@ -175,10 +146,7 @@ class RunFolder:
     @property
     def exists(self) -> bool:
         """Whether a run is there. Where the system will not look (a name too long, a folder closed to us), none is."""
-        try:
-            return self.config.is_file() and self.environment.is_file()
-        except OSError:
-            return False
+        return exists(self.config) and exists(self.environment)
 
     @property
     def config(self) -> Path:
@@ -240,44 +208,57 @@ class RunFolder:
         return max(found, default=0)
 
     def agent(self) -> AgentMark | None:
-        """The agent that drives the run, or the last one that did; None where none ever has."""
-        try:
-            return AgentMark(**json.loads((self.path / "agent.json").read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return None
+        """The agent that drives the run, or the last one that did; None where none ever has.
 
-    def claim(self) -> AgentMark:
+        Raises:
+            MarkError: ``agent.json`` was damaged.
+        """
+        return AgentMark.read(self.path)
+
+    def liveness(self) -> Liveness | None:
+        """What has become of that agent, as seen from here; None where none ever drove the run.
+
+        Raises:
+            MarkError: ``agent.json`` was damaged.
+        """
+        mark = self.agent()
+        return None if mark is None else mark.liveness(silence(self.path))
+
+    def claim(self, *, take_over: bool = False) -> AgentMark:
         """Make this process the run's agent.
+
+        Args:
+            take_over: also where an agent on another host has lately given a sign of life. If it still runs, it ends.
 
         Raises:
             RunError: another agent drives the run, or may do so on another host; or the folder cannot be written.
+            MarkError: ``agent.json`` was damaged.
         """
         try:
             with self._locked():
-                last = self.agent()
-                if last is not None and last.liveness() in ("alive", "elsewhere"):
-                    raise RunError(
-                        f"Run {self.name} is driven by process {last.pid} on {last.host}; one run has one agent. "
-                        "Stop that one first, or start under another run name."
-                    )
-                mark = AgentMark(
-                    pid=os.getpid(),
-                    started=start_of(os.getpid()),
-                    boot=boot_id(),
-                    host=socket.gethostname(),
-                    attempt=0 if last is None else last.attempt + 1,
-                )
-                self._write_mark(mark)
+                last, state = self.agent(), self.liveness()
+                if last is not None and (state == "alive" or (state == "elsewhere" and not take_over)):
+                    raise RunError(self._driven(last, state))
+                mark = AgentMark.mine(0 if last is None else last.attempt + 1)
+                mark.write(self.path)
         except OSError as error:
             raise self._unwritable(error) from error
         return mark
 
-    def release(self, mark: AgentMark, exit_code: int) -> None:
-        """Say how the agent that claimed the run has ended."""
-        self._write_mark(replace(mark, exit=exit_code))
+    def _driven(self, last: AgentMark, state: Liveness) -> str:
+        said = f"Run {self.name} is driven by process {last.pid} on {last.host}; one run has one agent. "
+        if state == "alive":
+            return f"{said}Stop that one first, or start under another run name."
+        return (
+            f"{said}Its last sign of life is {silence(self.path):.0f} s old. If it was killed, try again after "
+            f"{LEASE_SECONDS:.0f} s of silence, or take the run over at once (train --take-over)."
+        )
 
-    def _write_mark(self, mark: AgentMark) -> None:
-        write_atomically(self.path / "agent.json", json.dumps(asdict(mark)) + "\n")
+    def release(self, mark: AgentMark, exit_code: int) -> None:
+        """Say how the agent that claimed the run has ended; nothing where another has taken the run over."""
+        with self._locked():
+            if self.agent() == mark:
+                replace(mark, exit=exit_code).write(self.path)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -291,7 +272,7 @@ class RunFolder:
 
     def _began(self) -> int:
         """When the run was last started, in nanoseconds."""
-        mark = self.path / "agent.json"
+        mark = self.path / MARK
         return (mark if mark.exists() else self.environment).stat().st_mtime_ns
 
     def require_free(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Self
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.text import parse_layout, print_layout
 from dynatrain.observe.fields import shown
+from dynatrain.observe.objects import ObjectError, parse_object
 from dynatrain.plan.build import Adoptable
 from dynatrain.plan.damage import damage
 from dynatrain.plan.hashes import plan_hash
@@ -123,9 +124,9 @@ class PlanRecord:
             PlanRecordError: the text is no such record; with everything that is wrong.
         """
         try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PlanRecordError(f"not a plan record: not JSON ({error})") from None
+            found = parse_object(text)
+        except ObjectError as error:
+            raise PlanRecordError(f"not a plan record: it {error}") from None
         return cls.from_object(found)
 
     @classmethod

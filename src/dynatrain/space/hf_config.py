@@ -4,9 +4,10 @@ A value of a wrong kind, a missing one, or a feature that is not built is refuse
 lacks a bias or a rope scaling would train, and be another model.
 """
 
-import json
 from pathlib import Path
 
+from dynatrain.observe.fields import shown
+from dynatrain.observe.objects import ObjectError, read_object
 from dynatrain.space.hf_architectures import (
     ARCHITECTURES,
     HEADS,
@@ -40,6 +41,10 @@ _OF_KIND: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("tie_word_embeddings", "experts.norm_topk_prob"), (bool,)),
 }
 
+_MOST = {"num_hidden_layers": 4096, "experts.num_experts": 65536}
+_MOST_OF_ANY = 1 << 31
+"""Above every model there is; a tensor of more is beyond any machine, and its sizes beyond arrays of numbers."""
+
 
 def read_json(path: Path) -> Config:
     """The parsed file.
@@ -48,14 +53,11 @@ def read_json(path: Path) -> Config:
         ModelError: where it cannot be read or is not a JSON object.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except OSError as error:
         raise ModelError(f"{path} cannot be read", (error.strerror or str(error),)) from None
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON", (str(error),)) from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} is not a model's config", (f"a JSON object is needed, not a {type(found).__name__}",))
-    return found
+    except ObjectError as error:
+        raise ModelError(f"{path} is not a model's config", (str(error),)) from None
 
 
 def decoder_fields(config: Config, *, to_train: bool) -> Config:
@@ -139,10 +141,17 @@ def _architecture(given: Config) -> Architecture:
 
 def _of_wrong_kind(values: Config, keys: dict[str, str]) -> list[str]:
     # To Python a truth value is an int; to a reader of a config it is not.
-    return [
-        f"{keys[field]} is {value!r}; {' or '.join(kind.__name__ for kind in _OF_KIND[field])} is needed"
+    wrong = [
+        field
         for field, value in values.items()
         if not isinstance(value, _OF_KIND[field]) or (isinstance(value, bool) and bool not in _OF_KIND[field])
+    ]
+    kinds = {field: " or ".join(kind.__name__ for kind in _OF_KIND[field]) for field in wrong}
+    most = {field: _MOST.get(field, _MOST_OF_ANY) for field in values if field not in wrong}
+    return [f"{keys[field]} is {shown(values[field])}; {kinds[field]} is needed" for field in wrong] + [
+        f"{keys[field]} is {shown(values[field])}; at most {limit} is built"
+        for field, limit in most.items()
+        if not values[field] <= limit
     ]
 
 

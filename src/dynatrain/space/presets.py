@@ -2,8 +2,8 @@
 
 import difflib
 from dataclasses import replace
-from pathlib import Path
 
+from dynatrain.observe.paths import exists, user_path
 from dynatrain.space.blocks import SIGMOID, Experts, Latent
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.space.hf_config import ModelError
@@ -147,8 +147,8 @@ def resolve_model(text: str, *, to_train: bool = False) -> DecoderShape:
     """
     if text in PRESETS:
         return PRESETS[text]
-    path = Path(text).expanduser()
-    if path.exists():
+    path = user_path(text)
+    if exists(path):
         return DecoderShape.read_config(path, to_train=to_train)
     near = difflib.get_close_matches(text.lower(), PRESETS, n=2, cutoff=0.4)
     hint = f"; nearest: {', '.join(near)}" if near else ""

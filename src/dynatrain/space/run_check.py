@@ -18,6 +18,7 @@ from dynatrain.layout.legality import check, nearest
 from dynatrain.layout.resolve import resolve
 from dynatrain.layout.sizes import Sizes
 from dynatrain.layout.text import parse_layout, print_layout, short_layout
+from dynatrain.observe.paths import user_path
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.space.hf_config import ModelError
 from dynatrain.space.presets import PRESETS, resolve_model
@@ -80,7 +81,7 @@ def check_run(config: RunConfig) -> CheckedRun:
         ConfigError: with everything that is wrong, the rule and the nearest legal choice each.
     """
     problems = [*_batch_problems(config), *_schedule_problems(config), *_validation_problems(config)]
-    problems += [*_blocks_problems(config), *sizes_of(config).contradictions()]
+    problems += [*_blocks_problems(config), *_text_problems(config), *sizes_of(config).contradictions()]
     shape = _shape(config, problems)
     texts = {"layout": config.layout}
     texts |= {f"switch.{i}.layout": switch.layout for i, switch in enumerate(config.switch)}
@@ -106,7 +107,7 @@ def check_run(config: RunConfig) -> CheckedRun:
 def sizes_of(config: RunConfig) -> Sizes:
     """How many ranks a run may have."""
     world = config.world
-    return Sizes(min=world.min, max=world.max, sizes=world.sizes, step=world.step)
+    return Sizes(min=world.min, max=world.max or None, sizes=world.sizes, step=world.step)
 
 
 def _shape(config: RunConfig, problems: list[str]) -> DecoderShape | None:
@@ -203,6 +204,13 @@ def _blocks_problems(config: RunConfig) -> list[str]:
     return [f"{seen}: of a compiled block the compiler itself chooses what is kept; nearest: 'none' or 'full'"]
 
 
+def _text_problems(config: RunConfig) -> list[str]:
+    """Paths that a config.toml cannot hold."""
+    texts = [("model.config", config.model.config), *(("data.paths", path) for path in config.data.paths)]
+    rule = "is not UTF-8, and cannot be written down; nearest: a link to it under another name"
+    return [f"{key} = {value!r}: {rule}" for key, value in texts if value != value.encode(errors="replace").decode()]
+
+
 def _data_problems(config: RunConfig, shape: DecoderShape) -> list[str]:
     problems = [] if already_tokenised(config.data.paths) else _tokenizer_problems(config, shape)
     if config.data.sequence > shape.max_position_embeddings:
@@ -227,7 +235,7 @@ def _tokenizer_problems(config: RunConfig, shape: DecoderShape) -> list[str]:
 
 def tokenizer_of(config: RunConfig) -> Path:
     """Where the tokenizer of a model lies that is a file or a folder."""
-    model = Path(config.model.config).expanduser()
+    model = user_path(config.model.config)
     return (model if model.is_dir() else model.parent) / TOKENIZER
 
 

@@ -3,8 +3,7 @@
 import logging
 import platform
 import statistics
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,15 +41,6 @@ SETTLED = 8
 
 
 _CERTIFICATE = "certificate.json"
-
-
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Say that ``what`` could not be written, and go on: the state is where it should be, only the books are not."""
-    try:
-        yield
-    except OSError as error:
-        _LOG.warning("%s is not written: %s; the run goes on", what, error)
 
 
 class Recorder:
@@ -158,14 +148,16 @@ class Recorder:
 
     def _write(self, number: int, name: str, text: str) -> None:
         folder = self._folder.switch(number)
-        with _told(f"{name} of switch {number}"):
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / name, text)
+        except OSError as error:
+            # The state is where it should be, only the books are not.
+            _LOG.warning("%s of switch %d is not written: %s; the run goes on", name, number, error)
 
     def _event(self, order: Order, phase: str, **fields: Any) -> None:
         if self._rank == 0:
-            with _told(f"the event {phase} of switch {order.number}"):
-                self._log.write("switch", switch=order.number, phase=phase, **fields)
+            self._log.write("switch", switch=order.number, phase=phase, **fields)
 
     def _certificate(
         self, attempt: Attempt, outcome: str, step: int, told: Mapping[int, Any], number: int

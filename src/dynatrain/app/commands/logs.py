@@ -1,6 +1,6 @@
 """``dynatrain logs [RUN]``."""
 
-from dynatrain.app.cli import ALL_RANKS, Rank, Run, call
+from dynatrain.app.cli import Rank, Run, call
 from dynatrain.app.mistake import MistakeError
 from dynatrain.app.output import emit, say
 from dynatrain.app.runs import find_run
@@ -11,7 +11,7 @@ def run(words: list[str]) -> int:
     return call(logs, words)
 
 
-def logs(run: Run = "", /, *, rank: Rank = ALL_RANKS, json: bool = False) -> int:
+def logs(run: Run = "", /, *, rank: Rank = None, json: bool = False) -> int:
     """What the ranks of a run printed, each line behind the name of its log.
 
     Args:
@@ -20,7 +20,7 @@ def logs(run: Run = "", /, *, rank: Rank = ALL_RANKS, json: bool = False) -> int
         json: print one JSON object.
     """
     folder = find_run(run)
-    paths = sorted(folder.logs.glob("*.log")) if rank == ALL_RANKS else [folder.log(rank)]
+    paths = sorted(folder.logs.glob("*.log")) if rank is None else [folder.log(rank)]
     missing = [path for path in paths if not path.exists()]
     if missing:
         there = ", ".join(path.stem for path in sorted(folder.logs.glob("*.log"))) or "no log yet"

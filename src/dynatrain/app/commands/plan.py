@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dynatrain.app.cli import ALL_RANKS, Rank, Text, call
+from dynatrain.app.cli import Rank, Text, call
 from dynatrain.app.mistake import MistakeError, all_of
 from dynatrain.app.output import emit, say, seconds, size
 from dynatrain.app.plan_text import head, moves_of_part, moves_of_plan, numbers, plan_record, rank_table
@@ -28,7 +28,7 @@ def plan(
     /,
     *,
     model: Model,
-    rank: Rank = ALL_RANKS,
+    rank: Rank = None,
     judge: bool = False,
     mode: Literal["keep", "tight"] = "keep",
     optimizer: Literal["adamw", "sgd", "adafactor", "muon", "adamw8bit"] = "adamw",
@@ -56,9 +56,9 @@ def plan(
     layouts = (before, after)
     change = change_of_model(shape, layouts, mode=mode, optimizer=optimizer, ranks_per_node=ranks_per_node)
     ranks = len(change.storage.old)
-    if rank != ALL_RANKS and not 0 <= rank < ranks:
+    if rank is not None and not 0 <= rank < ranks:
         raise MistakeError(f"--rank {rank}: ranks are 0 .. {ranks - 1}.")
-    part, part_took = timed(lambda: change.part(rank)) if rank != ALL_RANKS else (None, 0.0)
+    part, part_took = timed(lambda: change.part(rank)) if rank is not None else (None, 0.0)
     whole, whole_took = timed(change.whole)
     summary = change.summary(whole)
     record = change.record(whole, summary)

@@ -8,7 +8,8 @@ from dynatrain.app.output import emit, say
 from dynatrain.app.progress import step_text, validation_text
 from dynatrain.app.runs import Progress, RunWorld, certificates, find_run
 from dynatrain.observe.checkpoints import MANIFEST, CheckpointError, Manifest, newest
-from dynatrain.observe.run import AgentMark, RunFolder
+from dynatrain.observe.mark import AgentMark, Liveness
+from dynatrain.observe.run import RunFolder
 
 
 def run(words: list[str]) -> int:
@@ -24,7 +25,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
         json: print one JSON object.
     """
     folder = find_run(run)
-    mark, progress = folder.agent(), Progress.of(folder)
+    mark, alive, progress = folder.agent(), folder.liveness(), Progress.of(folder)
     last = progress.last
     age = round(time.time() - last["time"], 1) if last else None
     saved = _saved(folder)
@@ -32,7 +33,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
         emit(
             {
                 "run": str(folder.path),
-                "agent": mark.liveness() if mark else "none",
+                "agent": alive or "none",
                 "exit": mark.exit if mark else None,
                 "world": RunWorld.of(folder).record,
                 "steps": progress.steps,
@@ -44,7 +45,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
             }
         )
         return 0
-    say(f"{folder.name}: {_state(mark)}", f"  {RunWorld.of(folder).text}")
+    say(f"{folder.name}: {_state(mark, alive)}", f"  {RunWorld.of(folder).text}")
     if last:
         say(f"  {step_text(last, progress.steps)}  ({age:,.0f} s ago)")
     if progress.validation:
@@ -72,12 +73,12 @@ def _saved(run: RunFolder) -> dict[str, Any] | None:
     return {"step": manifest.step, "path": str(folder), "age_seconds": age, "weights_only": manifest.weights_only}
 
 
-def _state(mark: AgentMark | None) -> str:
-    if mark is None:
+def _state(mark: AgentMark | None, alive: Liveness | None) -> str:
+    if mark is None or alive is None:
         return "was never started"
     return {
         "alive": f"running (process {mark.pid})",
         "ended": f"ended with code {mark.exit}",
-        "gone": f"its agent, process {mark.pid}, was killed",
-        "elsewhere": f"driven by process {mark.pid} on {mark.host}; whether it runs can be seen there only",
-    }[mark.liveness()]
+        "gone": f"its agent, process {mark.pid} on {mark.host}, was killed",
+        "elsewhere": f"driven by process {mark.pid} on {mark.host}, which has lately given a sign of life",
+    }[alive]

@@ -22,8 +22,7 @@ def stop(run: Run = "", /, *, timeout: float = 660.0, json: bool = False) -> int
         json: print one JSON object.
     """
     folder = find_run(run)
-    mark = folder.agent()
-    if mark is not None and mark.liveness() in {"ended", "gone"}:
+    if folder.liveness() in {"ended", "gone"}:
         request, answer = "", Answer(outcome="unchanged", message="the run had ended before")
     else:
         request, answer = ask(folder, "stop", {}, timeout)

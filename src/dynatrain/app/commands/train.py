@@ -21,7 +21,7 @@ from dynatrain.observe.run import RUNS
 Config = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG.toml")]
 Name = Annotated[str, tyro.conf.arg(metavar="NAME")]
 
-_OWN = {"--run": True, "--fresh": False, "--json": False, "--help": False}
+_OWN = {"--run": True, "--fresh": False, "--take-over": False, "--json": False, "--help": False}
 """The command's own options, and whether a value follows; every other one is a setting."""
 
 
@@ -29,7 +29,9 @@ def run(words: list[str]) -> int:
     """The command: its own words go to its function, the settings to the configuration."""
     own, settings = split(words, _OWN)
 
-    def train(config: Config = None, /, *, run: Name = "", fresh: bool = False, json: bool = False) -> int:
+    def train(
+        config: Config = None, /, *, run: Name = "", fresh: bool = False, take_over: bool = False, json: bool = False
+    ) -> int:
         """Train as a TOML file says.
 
         Any setting can be changed on the line: --steps=500 --layout fsdp4 --optimizer.lr=1e-3. All that is not set has
@@ -48,6 +50,8 @@ def run(words: list[str]) -> int:
             config: the file; needed for a new run.
             run: name of the run (a folder under runs/), or the path of its folder; by default file name and time.
             fresh: never go on with a run that is there already.
+            take_over: go on with a run whose agent on another host was killed less than a minute ago, and so seems to
+                live; if it does live, it ends.
             json: print one JSON object at the end, and progress on standard error.
         """
         if config is None:
@@ -56,7 +60,8 @@ def run(words: list[str]) -> int:
             loaded, _ = all_of(lambda: load_config(config, settings), lambda: refuse_unnamed(run, os.environ))
             name = run or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         named = loaded.origins["layout"] == "flag"
-        folder, code = start(loaded.config, run_path(name, RUNS), quiet=json, fresh=fresh, layout_named=named)
+        path = run_path(name, RUNS)
+        folder, code = start(loaded.config, path, quiet=json, fresh=fresh, layout_named=named, take_over=take_over)
         return conclude(folder, code, json=json)
 
     return call(train, own)
