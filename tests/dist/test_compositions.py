@@ -50,7 +50,7 @@ SHAPES = {
 QUICK = {
     "dense": ("pp2v2.cp2-ring", "fsdp2-z1.tp2-sp"),
     "tied, one key/value head": ("pp2-zb.tp2-sp", "pp2v2-zbv.fsdp2-z2"),
-    "gpt2": ("cp2-ulysses.dp2",),
+    "gpt2": ("dp2.cp2-ulysses",),
     "softmax": ("fsdp2.cp2.ep2.etp2",),
     "sigmoid, latent, shared": ("pp2.fsdp2.etp2", "tp4-sp.ep2"),
 }

@@ -91,7 +91,7 @@ MISTAKES = {
     "data of too long a name": (["train", "good.toml", f"--data.paths=['{'x' * 300}']"], ["does not exist"]),
     "a path that is not UTF-8": (
         ["train", "good.toml", "--data.paths=['\udcff']"],
-        ["data.paths = '\\udcff'", "UTF-8"],
+        ["udcff': is not UTF-8", "cannot be written down"],
     ),
     "a model without end": (["plan", "dp4", "tp4", "--model", "deep"], ["deep/config.json", "too many brackets"]),
     "no ranks on a node": (["plan", "dp4", "tp4", "--model", "tiny", "--ranks-per-node", "0"], ["at least 1"]),

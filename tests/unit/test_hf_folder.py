@@ -274,7 +274,7 @@ def test_a_shard_that_is_cut_short_is_refused_by_name(folder):
         (b"\x05\0\0", "it has 3 bytes"),
         (b"\xff" * 64, "cut short inside its header"),
         ((8).to_bytes(8, "little") + b"not json" * 4, "its header is not JSON"),
-        ((8).to_bytes(8, "little") + b"[1, 2]  ", "not one of a safetensors file"),
+        ((8).to_bytes(8, "little") + b"[1, 2]  ", "its header holds a list"),
         ((10).to_bytes(8, "little") + b'{"a": {}} ', "not one of a safetensors file"),
         (
             (60).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}'.ljust(60) + bytes(4),

@@ -140,7 +140,7 @@ class Lease:
     def close(self) -> None:
         """Give no more signs."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(1.0)  # longer only where the disk hangs
 
     def _keep(self) -> None:
         while not self._over.wait(TOUCH_SECONDS):

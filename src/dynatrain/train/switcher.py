@@ -342,20 +342,22 @@ class Switcher:
         self._turns.ask_save(by=by)
 
     def save_now(self) -> str:
-        """Save, and return when it is done: behind the loop, also one that was left by ``break``. All ranks call it.
+        """Save, and return when it is done. All ranks call it: behind the loop, or before or behind a whole step in it.
 
         Returns:
             What became of it, for people.
 
         Raises:
-            SavingError: the job has no place to be saved to, or the loop is inside a step.
+            SavingError: the job has no place to be saved to, or the step under way has begun and not been made.
         """
         self._saver.require()
-        if self._inside:
-            raise SavingError(f"step {self.step} is under way: save_now is for behind the loop; in it call save()")
+        if self._inside and self.world.forwards.seen:
+            raise SavingError(
+                f"step {self.step} is under way: save_now comes before its first forward or behind its update"
+            )
         self._course.leave()
         self._saver.finish()
-        return self._saver.save_now(self.world, self.step)
+        return self._saver.save_now(self.world, self.step + (self._inside and self._course.updated))
 
     def load(self, path: Path, *, rename: Rename | None = None) -> int:
         """Go on from a checkpoint, in whatever layout it was written; before the first step. All ranks call it.
