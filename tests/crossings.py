@@ -6,12 +6,12 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 from tests import jobs, ranks
-from tests.jobs import Asking, Case, distance
+from tests.jobs import SHAPE, Asking, Case, distance
 from tests.ledgers import registered_groups
 
 from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
@@ -24,6 +24,9 @@ from dynatrain.train.trainer import Trainer
 PATIENCE = 20.0
 """Seconds for which the old world stands still while the next one is prepared: else hundreds of steps would pass, which
 the oracle had to do, too."""
+
+SHALLOW = replace(SHAPE, num_hidden_layers=2)
+"""A model for tests that no pipeline stages need."""
 
 STEPS_EACH = 3
 """Steps in a world before the next one is asked for."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tests.crossings import DoneError, Member, Stop, case_of, expected, travel
+from tests.crossings import SHALLOW, DoneError, Member, Stop, case_of, expected, travel
 from tests.legs import legal_texts
 from tests.walks import Scaler
 from torch import nn
@@ -50,7 +50,7 @@ def test_members_come_and_go_and_the_run_is_the_oracles(tmp_path):
     """Growth, a leaver in the middle, rank 0 that leaves as another comes: all to the oracle's bits but the last."""
     stops = (Stop("fsdp2", (0, 1)), Stop("fsdp3", (0, 1, 2)), Stop("fsdp2", (0, 2)), Stop("tp2", (2, 3), "tight"))
     folder = RunFolder.create(tmp_path / "run", config="", environment={})
-    case = case_of(36)
+    case = case_of(30, shape=SHALLOW)
     losses, visits = expected(case)
 
     found = travel(case, stops, visits, folder=folder)

@@ -5,7 +5,7 @@ import signal
 from dataclasses import dataclass
 
 import pytest
-from tests.crossings import DoneError, Member, Stop, case_of, travel
+from tests.crossings import SHALLOW, DoneError, Member, Stop, case_of, travel
 
 OLD = (0, 1)
 PLACES = (("build", -1), ("warm", -1), ("quiesce", -1), ("received", 0), ("bound", None), ("check", -1), ("commit", -1))
@@ -62,7 +62,7 @@ def aborted(faults, steps, deadline, seconds=150):
     """Each fault in its own crossing of one run; what its members saw, and the same run without any crossing."""
     stops = [Stop("fsdp2", OLD)]
     stops += [Stop("fsdp3", (*OLD, 2 + number), fault.mode) for number, fault in enumerate(faults)]
-    case = case_of(steps)
+    case = case_of(steps, shape=SHALLOW)
     found = travel(case, tuple(stops), (), seconds, member=Tried, deadline=deadline, faults=faults)
     return found, travel(case, (Stop("fsdp2", OLD),), (), seconds, member=Undisturbed, size=2)
 

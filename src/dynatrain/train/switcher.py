@@ -72,9 +72,9 @@ class Switcher:
         inside: ``{step: micro-batches}``: of the scheduled switches those that come inside their step, behind so many.
         board: where ranks agree; made over the default group's store where it is None.
         store: for process groups; likewise.
-        worlds: in place of both, where a run's members come and go: dynatrain's agent tells it. In a newcomer the
-            constructor waits for the announcement of its crossing, makes the default group, and builds its world in the
-            layout to come; what ``initial`` would fill stays blank; the first :meth:`steps` takes part in the crossing.
+        worlds: in place of both, where members come and go: dynatrain's agent tells it. A newcomer's constructor waits
+            for its crossing, makes the default group and a world in the layout to come, its values blank where there
+            is ``initial``; its first :meth:`steps` takes part in the crossing.
         recorder: writes events and certificates; None writes nothing.
         legal: ``legal(text, world_size)`` reads a layout's text for a world of so many ranks, and refuses what the
             model does not allow; None checks the world size alone.
@@ -158,8 +158,9 @@ class Switcher:
         try:
             world = begin() if arrival else on_every_rank(party.board, "start", party.rank, begin, timeout=deadline)
             self._saver = Saver(party, saves, (self._answer_saved, on_saved))
-            requests = worlds.requests if worlds else party.board
-            wishes = Wishes(requests, schedule or {}, mode, self._saver.every, inside or {})
+            wishes = Wishes(
+                worlds.requests if worlds else party.board, schedule or {}, mode, self._saver.every, inside or {}
+            )
             self._turns = Turns(party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
             self._course = Course(
                 party,
