@@ -89,6 +89,11 @@ class Party:
     hook: Hook = field(default=_quiet)
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
+    @property
+    def requests(self) -> Board:
+        """Where requests are put up: on the run's own board, which outlives worlds."""
+        return self.worlds.requests if self.worlds else self.board
+
     def enter(self, other: "Party") -> None:
         """Go on in another world, whose party ``other`` is: who this rank is and where it agrees change, no more."""
         self.rank, self.world_size, self.generation = other.rank, other.world_size, other.generation

@@ -158,9 +158,7 @@ class Switcher:
         try:
             world = begin() if arrival else on_every_rank(party.board, "start", party.rank, begin, timeout=deadline)
             self._saver = Saver(party, saves, (self._answer_saved, on_saved))
-            wishes = Wishes(
-                worlds.requests if worlds else party.board, schedule or {}, mode, self._saver.every, inside or {}
-            )
+            wishes = Wishes(party.requests, schedule or {}, mode, self._saver.every, inside or {})
             self._turns = Turns(party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
             self._course = Course(
                 party,
