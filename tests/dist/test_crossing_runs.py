@@ -1,5 +1,6 @@
 """``dynatrain scale`` and ``drain`` on a real run: real agent, real ranks, and the numbers of a run left alone."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -108,3 +109,6 @@ def test_a_run_grows_shrinks_and_loses_its_rank_0_and_its_numbers_are_those_of_a
     for one, other in zip(moved, steps_of(alone), strict=False):
         assert abs(one["loss"] - other["loss"]) <= 1e-12, (one, other)
     assert dynatrain("check", "moved", cwd=place).code == 0
+    books = [json.loads((run.switch(number) / "certificate.json").read_text()) for number in (1, 2)]
+    assert [book["outcome"] for book in books] == ["committed"] * 2
+    assert all(book["lost_seconds"] is not None and book["lost_seconds"] < 60 for book in books), books

@@ -19,7 +19,7 @@ from dynatrain.space.tensor import State, Tensor
 from dynatrain.train.account import Account
 from dynatrain.train.announcement import Announcement, NotAdmittedError
 from dynatrain.train.order import Order
-from dynatrain.train.record import Recorder
+from dynatrain.train.record import SETTLED, Recorder
 from dynatrain.train.states import Form
 from dynatrain.train.streams import Streams
 from dynatrain.train.targets import whole_world
@@ -132,6 +132,17 @@ def test_boards_of_worlds_that_are_over_are_forgotten():
         if run.check([key])
     ]
     assert here == ["world/1/turn/1", "crossing/3/warm/2", "beat/1"]
+
+
+def test_a_newcomer_has_lost_no_seconds(tmp_path):
+    told = []
+    board = SimpleNamespace(vote=lambda *vote: told.append(vote), leave=lambda _topic: None)
+    recorder = Recorder(RunFolder(tmp_path), board, rank=2, generation=3, attempt=0, rates=None)
+    recorder.ended(SimpleNamespace(order=ORDER), "committed", "", 5, {})
+    for step in range(SETTLED):
+        recorder.step_ended(1000.0 + step)
+
+    assert told == [("s2/lost", 2, 0.0)]
 
 
 def test_a_certificate_of_a_crossing_says_both_worlds_and_the_generation(tmp_path):

@@ -68,7 +68,7 @@ class Recorder:
         self._log = Log(folder.events, generation=generation, attempt=attempt)
         self._ends: list[float] = []
         self._apart = 0.0
-        self._before = 0.0
+        self._before: float | None = None
         self._counting = ""
         self._open: tuple[str, Certificate, int] | None = None
 
@@ -102,6 +102,8 @@ class Recorder:
         self._apart += seconds
 
     def _lost(self) -> float:
+        if self._before is None:
+            return 0.0  # a newcomer had no step before
         steps = [after - before for before, after in zip(self._ends, self._ends[1:], strict=False)]
         return self._ends[2] - self._before - 3 * statistics.median(steps[2:])
 
@@ -133,7 +135,7 @@ class Recorder:
         committed = outcome == "committed"
         if committed:
             # The step under way is the first in the new layout; the last one before it ended before the stall.
-            self._before, self._ends = self._ends[-1] if self._ends else 0.0, []
+            self._before, self._ends = self._ends[-1] if self._ends else None, []
             self._counting = f"s{attempt.order.number}/lost"
         if self._rank != 0:
             return
