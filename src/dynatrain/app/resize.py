@@ -22,7 +22,7 @@ def layout_of_size(run: CheckedRun, present: str, size: int, named: str) -> str:
     Raises:
         LayoutError: the run may not have that size, or no such layout; with every rule and the nearest choices.
     """
-    sizes, sequence = sizes_of(run.config), run.config.data.sequence
+    sizes = sizes_of(run.config)
     if named:
         if problem := sizes.problem(size):
             raise LayoutError(f"{size} ranks cannot be", (problem,))
@@ -31,8 +31,7 @@ def layout_of_size(run: CheckedRun, present: str, size: int, named: str) -> str:
         parse_layout(present),
         run.shape.limits(),
         world_size=size,
-        num_microbatches=run.num_microbatches,
-        sequence=sequence,
+        **run.given,
         sizes=sizes,
         moved=lambda new: change_of_run(run, parse_layout(present), new, "keep").bytes_moved,
     )

@@ -57,8 +57,13 @@ class CheckedRun:
         Raises:
             LayoutError: every rule that it breaks, and the nearest legal layouts.
         """
-        check(layout, self.shape.limits(), world_size=world_size or self.layout.world_size, **_given(self.config))
+        check(layout, self.shape.limits(), world_size=world_size or self.layout.world_size, **self.given)
         return resolve(layout, self.shape.num_hidden_layers)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What this run, its model and its world apart, says to the rules of layouts, as their arguments."""
+        return _given(self.config)
 
     @property
     def notes(self) -> tuple[str, ...]:
