@@ -8,11 +8,25 @@ import io
 import sys
 from pathlib import Path
 
-from dynatrain.app.commands.bench import run
+from dynatrain.app.main import main
 
-if __name__ == "__main__":
+
+def measured(words: list[str]) -> tuple[int, str]:
+    """Exit code of the command, and what it printed."""
+    sys.argv = ["dynatrain", "bench", "switch", "--json", *words]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        code = run(["switch", "--json", *sys.argv[1:]])
-    Path(__file__).with_suffix(".json").write_text(printed.getvalue(), encoding="utf-8")
+        try:
+            code = main()
+        except SystemExit as leaving:  # of --help
+            code = int(leaving.code or 0)
+    return code, printed.getvalue()
+
+
+if __name__ == "__main__":
+    code, text = measured(sys.argv[1:])
+    if code == 0 and text.startswith("{"):
+        Path(__file__).with_suffix(".json").write_text(text, encoding="utf-8")
+    else:
+        sys.stdout.write(text)
     sys.exit(code)

@@ -247,7 +247,7 @@ def flip_a_bit(folder):
         (flip_a_bit, "__0_0.distcp has hash"),
         (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda folder: (folder / ".metadata").unlink(), "it has no .metadata"),
-        (lambda folder: (folder / MANIFEST).write_text("{"), "manifest.json cannot be read"),
+        (lambda folder: (folder / MANIFEST).write_text("{"), "manifest.json is not JSON"),
         (lambda folder: (folder / MANIFEST).write_text('{"schema": 99}'), "written by a later version"),
     ],
 )

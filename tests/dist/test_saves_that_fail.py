@@ -21,6 +21,7 @@ from dynatrain.observe.checkpoints import (
     newest,
     usable,
 )
+from dynatrain.train import saving
 from dynatrain.train.saver import SavingError
 from dynatrain.train.saving import Saves
 
@@ -104,6 +105,22 @@ def test_a_disk_that_takes_no_more_fails_the_save_by_name_and_training_goes_on(t
             assert "File too large" in message
         assert [step[0] for step in log] == [step[0] for step in expected]
         assert equal(log[-1][2], expected[-1][2]) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_lack_an_element_never_become_a_checkpoint(tmp_path):
+    def work(world):
+        written = saving.written_pieces
+        if world.rank == 1:  # its last piece is forgotten
+            saving.written_pieces = lambda *given: dict(list(written(*given).items())[:-1])
+        loop = Loop(world, {}, saves=Saves(root=tmp_path))
+        loop.run(2)
+        return loop.sw.save_now(), loop.sw.saved
+
+    for said, saved in everywhere(2, work):
+        assert said.startswith("not saved: ")
+        assert "elements missing" in said
+        assert saved == -1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -206,6 +206,10 @@ def test_a_damaged_manifest_leaves_the_checkpoint_before_it(tmp_path, manifest):
         assert "later version" not in problem
 
 
+def test_a_checkpoint_of_a_loop_that_names_no_run_is_one(tmp_path):
+    assert found_beside(tmp_path, {**MANIFEST_OF_7, "run_id": ""}) == (tmp_path / checkpoint_name(7), ())
+
+
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(junk=JUNK, where=st.integers(0, 10**6), how=st.sampled_from(["put", "drop", "more"]))
 def test_a_manifest_damaged_anywhere_never_hides_the_checkpoint_before_it(tmp_path, junk, where, how):

@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tests.plans.cases import LAYERS, catalogues, layouts
 
-from dynatrain.judge.shelves import judge_reads, judge_shelf, judge_writes
-from dynatrain.plan.shelves import reads, writes, written_pieces
+from dynatrain.judge.shelves import judge_reads, judge_shelf
+from dynatrain.plan.shelves import reads, written_pieces
 from dynatrain.space.box import volume, whole
 from dynatrain.space.ownership import declared
 
@@ -27,15 +27,6 @@ def saved_by(catalogue, owner):
     return found
 
 
-def whole_files(catalogue):
-    """One box a state, as an exported model has."""
-    return {
-        (index, number): [whole(tensor.state_shape(state))]
-        for index, tensor in enumerate(catalogue)
-        for number, state in enumerate(tensor.states)
-    }
-
-
 @few
 @given(catalogues(), layouts(), layouts())
 def test_what_one_layout_wrote_another_reads_whole_and_once(catalogue, before, after):
@@ -44,17 +35,6 @@ def test_what_one_layout_wrote_another_reads_whole_and_once(catalogue, before, a
     assert judge_shelf(catalogue, boxes) == ()
     for rank in range(after.world_size):
         assert judge_reads(catalogue, boxes, new, rank, reads(catalogue, boxes, new, rank)) == ()
-
-
-@few
-@given(catalogues(), layouts())
-def test_all_ranks_together_fill_whole_files_once(catalogue, layout):
-    owner, boxes = declared(catalogue, layout, LAYERS), whole_files(catalogue)
-    parts = {rank: writes(catalogue, boxes, owner, rank) for rank in range(layout.world_size)}
-    assert judge_writes(catalogue, boxes, owner, parts) == ()
-    rank = max(parts, key=lambda one: len(parts[one]))
-    for fault in ({rank: parts[rank][1:]}, {rank: parts[rank] + parts[rank][:1]}):
-        assert judge_writes(catalogue, boxes, owner, parts | fault)
 
 
 @few

@@ -9,13 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from tests.cli import dynatrain
+from tests.cli import ROOT, dynatrain
 
 from dynatrain.app import main as main_module
+from dynatrain.app.ask import ask
+from dynatrain.app.commands import check as check_command
+from dynatrain.app.commands import history as history_command
+from dynatrain.app.commands import plan as plan_command
+from dynatrain.app.commands import switch as switch_command
 from dynatrain.app.main import COMMANDS, main
 from dynatrain.app.mistake import MistakeError, all_of
 from dynatrain.app.output import seconds, size
+from dynatrain.app.runs import certificates, switch_folders
+from dynatrain.app.summary import conclude
 from dynatrain.observe.mark import AgentMark
+from dynatrain.observe.run import RunFolder
 from dynatrain.space.decoder import catalogue
 from dynatrain.space.presets import PRESETS
 
@@ -132,6 +140,8 @@ MISTAKES = {
     ),
     "a dead run": (["switch", "old", "tp2"], ["old is not running"]),
     "switch to an illegal layout": (["switch", "old", "tp3"], ["tp3", "the world has 2", "nearest legal: tp2"]),
+    "time without end": (["stop", "old", "--timeout", "inf"], ["--timeout is inf"]),
+    "time that is none": (["switch", "old", "tp2", "--timeout", "nan"], ["--timeout is nan"]),
     "no time to answer": (["switch", "old", "tp2", "--timeout", "0"], ["--timeout"]),
     "not a certificate": (["check", "good.toml"], ["not JSON"]),
     "a folder of something else": (["check", "empty"], ["neither a run's folder nor"]),
@@ -202,6 +212,61 @@ def test_a_mistake_under_json_is_an_object(place):
     said = dynatrain("plan", "tp3", "pp9", "--model", "tiny", "--json", cwd=place)
     assert said.code == 2
     assert "tp3" in said.record["error"]
+
+
+def test_where_no_request_can_be_written_the_folder_is_named(place, tmp_path):
+    run = RunFolder.open(shutil.copytree(place / "runs" / "old", tmp_path / "old"))
+    shutil.rmtree(run.requests)
+    run.requests.write_text("a file")
+    AgentMark.mine(0).write(run.path)
+    with pytest.raises(MistakeError, match=r"old/requests cannot be written: Not a directory"):
+        ask(run, "stop", {}, 1.0)
+
+
+def test_switches_come_by_number_and_a_run_may_have_no_folder_of_them(place, tmp_path):
+    run = RunFolder.open(shutil.copytree(place / "runs" / "old", tmp_path / "old"))
+    for number in (1000, 2, 999):
+        (run.switches / f"{number:03d}").mkdir()
+    assert [int(folder.name) for folder in switch_folders(run)] == [2, 999, 1000]
+    shutil.rmtree(run.switches)
+    assert switch_folders(run) == certificates(run) == ()
+    assert check_command.run([str(run.path)]) == history_command.run([str(run.path)]) == 0
+
+
+def test_a_step_that_was_trained_again_counts_once(place, tmp_path, capsys):
+    run = RunFolder.open(shutil.copytree(place / "runs" / "old", tmp_path / "old"))
+    line = {"kind": "step", "time": 1, "loss": 1, "tokens_per_second": 1, "seconds": 1, "layout": "dp2"}
+    run.metrics.write_text("".join(json.dumps(line | {"step": step}) + "\n" for step in (0, 1, 2, 1, 2, 3)))
+    assert conclude(run, 0, json=True) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 4
+
+
+def test_the_bench_s_script_tells_mistakes_and_help_like_the_command(tmp_path):
+    for words, code, told in ((["--ranks", "3"], 2, "the usual pairs are of 4 ranks"), (["--help"], 0, "usage:")):
+        said = dynatrain(*words, cwd=tmp_path, before=(str(ROOT / "benchmarks" / "switch.py"),))
+        assert (said.code, told in (said.out + said.err).lower()) == (code, True), said
+
+
+@pytest.mark.parametrize("mode", ["keep", "tight", "auto"])
+def test_a_dry_run_plans_as_the_run_would(place, tmp_path, capsys, mode):
+    run = shutil.copytree(place / "runs" / "old", tmp_path / "old")
+    (run / "config.toml").write_text(f"layout = 'dp2.fsdp2'\n[switching]\nmode = '{mode}'\n")
+    (run / "events.jsonl").write_text('{"kind": "agent_started", "time": 1, "nodes": 2, "world_size": 4}\n')
+
+    assert switch_command.run([str(run), "tp4", "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["mode"], told["configured"]) == ("tight" if mode == "tight" else "keep", mode)
+    assert switch_command.run([str(run), "tp4", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert f"mode {told['mode']}" in text
+    assert ("The run decides itself" in text) == (mode == "auto")
+
+    plan = ["dp2.fsdp2", "tp4", "--model", "tiny", "--mode", told["mode"], "--json"]
+    hashes = []
+    for more in ([], ["--ranks-per-node", "2"]):
+        assert plan_command.run([*plan, *more]) == 0
+        hashes.append(json.loads(capsys.readouterr().out)["plan_hash"])
+    assert hashes.index(told["plan_hash"]) == 1
 
 
 def test_all_mistakes_are_told_at_once_and_bugs_pass():

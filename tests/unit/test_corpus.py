@@ -54,7 +54,26 @@ def test_names_do_not_depend_on_where_the_corpus_lies_or_how_often_it_is_named(t
     here = read_documents((roots[0],))
     assert [d.name for d in here] == ["a/x.txt", "b/x.txt"]
     assert read_documents((roots[1],)) == here
-    assert read_documents(("there/b/x.txt", "there/a", roots[1] + "/a/x.txt")) == here
+    assert read_documents(("there", "there/b/x.txt", "there/a", roots[1] + "/a/x.txt")) == here
+
+
+def test_a_path_that_is_added_moves_no_document(tmp_path):
+    folder_of(tmp_path, {f"a/{i}.txt": f"text {i}" for i in range(40)} | {"b/0.txt": "else", "b/z.txt": "z"})
+    before = read_documents((str(tmp_path / "a"),))
+    after = read_documents((str(tmp_path / "a"), str(tmp_path / "b/0.txt"), str(tmp_path / "b")))
+
+    assert set(after) - set(before) == {Document(name="0.txt@2", text="else"), Document(name="z.txt", text="z")}
+    sides = [{d.name for d in split(documents, seed=0, validation=0.4)[1]} for documents in (before, after)]
+    assert sides[0] == sides[1] & {d.name for d in before}
+    assert sides[0]
+
+
+def test_files_of_one_name_can_be_split(tmp_path):
+    paths = folder_of(tmp_path, {"a/x.txt": "one", "b/x.txt": "two"})
+    both = read_documents((f"{paths}/b/x.txt", f"{paths}/a/x.txt"))
+
+    assert [d.name for d in both] == ["x.txt", "x.txt@2"]
+    assert all(split(both, seed=0, validation=0.5))
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path):
@@ -64,12 +83,13 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
             "bad.txt": b"fine\xff",
             "bad.jsonl": '{"text": "x"}\n[1]\n',
             "worse.jsonl": "no json\n",
+            "half.jsonl": '{"text": "whole"}\n{"text": "a\\ud800"}\n',
             "bad.py": "# coding: klingon\n",
             "x.csv": "a,b",
         },
     )
     (tmp_path / "nothing").mkdir()
-    names = ("bad.txt", "bad.jsonl", "worse.jsonl", "bad.py", "x.csv", "nothing", "missing.txt")
+    names = ("bad.txt", "bad.jsonl", "worse.jsonl", "half.jsonl", "bad.py", "x.csv", "nothing", "missing.txt")
 
     with pytest.raises(DataError) as caught:
         read_documents(tuple(str(tmp_path / name) for name in names))
@@ -80,6 +100,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
         "bad.txt: byte 4 is not UTF-8",
         "bad.jsonl: line 2 has no string under 'text'",
         "worse.jsonl: line 1 is not JSON",
+        "half.jsonl: text #2 has U+D800, half of a surrogate pair, as character 2",
         "bad.py: ",
         "x.csv: ends in '.csv'; accepted are .txt, .py, .jsonl",
         "nothing: a folder without a file",

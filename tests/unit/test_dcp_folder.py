@@ -1,14 +1,16 @@
 """Tensors inside what ``torch.save`` writes, seen as views of its bytes; and what is none of that."""
 
 import io
+import os
 import pickle
 import struct
 import zipfile
 
 import pytest
 import torch
+from torch.distributed import checkpoint
 
-from dynatrain.execute.dcp_folder import _view_of
+from dynatrain.execute.dcp_folder import METADATA, DcpFolder, FolderError, _view_of
 
 
 def saved(tensor, **options):
@@ -68,3 +70,37 @@ def test_what_is_compressed_or_no_tensor_is_refused():
         _view_of(memoryview(bytearray(packed.getvalue())))
     with pytest.raises((pickle.UnpicklingError, KeyError)):
         _view_of(saved({"a": print}))
+
+
+class Bomb:
+    """What a stranger's pickle may have torch's own reader do."""
+
+    def __init__(self, call, *words):
+        self.call, self.words = call, words
+
+    def __reduce__(self):
+        return self.call, self.words
+
+
+@pytest.mark.parametrize("call", [os.mkdir, eval, getattr], ids=["os", "builtins", "attributes"])
+def test_a_foreign_metadata_runs_nothing(tmp_path, call):
+    words = {os.mkdir: (str(tmp_path / "made"),), eval: (f"__import__('os').mkdir({str(tmp_path / 'made')!r})",)}
+    bomb = Bomb(call, *words.get(call, ("text", "upper")))
+    (tmp_path / METADATA).write_bytes(pickle.dumps(bomb))
+
+    with pytest.raises(FolderError, match="is not part of a checkpoint's metadata"):
+        DcpFolder(tmp_path)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_torch_itself_saves_is_read(tmp_path):
+    kinds = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64]
+    state = {f"deep.{kind}": torch.zeros(2, 3, dtype=kind) for kind in kinds} | {"extra": {"a": [1, "b"]}}
+    checkpoint.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+
+    folder = DcpFolder(tmp_path / "saved")
+    assert set(folder.dtypes.values()) == set(kinds)
+    assert all(shape == (2, 3) for shape in folder.shapes.values())
+    (stored,) = folder.stored("deep.torch.uint8")
+    assert torch.equal(stored.tensor, torch.zeros(2, 3, dtype=torch.uint8))

@@ -45,6 +45,8 @@ FOREIGN = {
         "pp2v2-zbv.fsdp2-z2"
     ),
     "pipeline_parallel_degree=2 pipeline_parallel_schedule=Interleaved1F1B data_parallel_shard_degree=1": "pp2v2",
+    "torchrun train.py --tensor-model-parallel-size 2 --data-path 0.3 a 0.7 b --lr 1 --lr 2 --world-size 2": "tp2",
+    "tensor_parallel_degree = 2\n[training]\nsteps = 3\n[validation]\nsteps = 4\nworld_size = 2": "tp2-sp",
     "pp2.fsdp2": "pp2.fsdp2",
 }
 
@@ -74,6 +76,14 @@ REFUSED = {
     "--tensor-model-parallel-size 1000000 --world-size 1000000": "a size is a whole number from 1 to 65536",
     "tensor_parallel_degree=2 world_size=" + 5000 * "9": "from 1 to 65536",
     "tensor_parallel_degree=60000 data_parallel_shard_degree=60000": "3600000000 ranks; at most 65536",
+    "--tensor-model-parallel-size 2 4 --world-size 8": "tensor_model_parallel_size = 2 is followed by 4",
+    "tensor_parallel_degree=2 4 world_size=8": "tensor_parallel_degree = 2 is followed by 4",
+    "--world-size 8 --tensor-model-parallel-size 2 --tensor-model-parallel-size 4": (
+        "tensor_model_parallel_size is 2 and then 4; give it once"
+    ),
+    "--tensor-model-parallel-size 2 --sequence-parallel --world-size 8 --sequence-parallel false": (
+        "sequence_parallel is true and then false"
+    ),
     "--tensor-model-parallel-size '2": "quotes are not closed",
 }
 

@@ -188,6 +188,38 @@ def test_there_may_be_no_legal_layout_and_nearest_says_so_by_being_empty():
     assert nearest(parse_layout("dp7"), TINY, world_size=7, num_microbatches=4) == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
+        ("dp3.fsdp5.tp3", ["dp3.fsdp2.tp4", "dp3.fsdp2.tp2", "fsdp5.tp4"]),
+        ("pp5.fsdp9", ["fsdp8", "pp2.fsdp4", "pp4.fsdp2"]),
+        ("pp5.dp9.fsdp9.tp9", ["dp2.fsdp4.tp8", "dp4.fsdp2.tp8", "dp8.tp8"]),
+    ],
+)
+def test_a_free_world_has_a_nearest_layout_however_many_rules_are_broken(text, near):
+    assert [print_layout(layout) for layout in nearest(parse_layout(text), TINY, num_microbatches=8)] == near
+
+
+def test_where_but_one_rank_will_do_it_is_the_nearest():
+    near = nearest(parse_layout("pp5.dp3.fsdp5"), replace(TINY, num_layers=1), num_microbatches=1)
+
+    assert near[0] == Layout()
+
+
+LARGE = replace(TINY, num_layers=80, num_heads=64, num_kv_heads=8, hidden_size=8192, intermediate_size=28672)
+
+
+@pytest.mark.timeout(20)  # enumerated to the end and then sorted, one of them takes minutes
+@pytest.mark.parametrize("world_size", [None, 55440, 65536])
+@pytest.mark.parametrize("text", ["pp9.dp2.fsdp35.cp2-ring.tp8-sp", "pp9.fsdp63.cp2.tp16", "pp81.dp3.fsdp7.cp3.tp3"])
+def test_the_nearest_of_a_large_layout_are_found_at_once(text, world_size):
+    given = {"world_size": world_size, "num_microbatches": 512, "sequence": 8192}
+    near = nearest(parse_layout(text), LARGE, **given)
+
+    assert len(near) == (0 if world_size == 55440 else 3)
+    assert not any(problems(layout, LARGE, **given) for layout in near)
+
+
 def test_a_split_that_does_not_divide_is_pinned_in_the_print():
     assert print_layout(resolve(parse_layout("pp4.dp2"), 6)) == "pp4_1_2_2_1.dp2"
     assert print_layout(resolve(parse_layout("pp4"), 8)) == "pp4"

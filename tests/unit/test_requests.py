@@ -1,3 +1,4 @@
+import math
 import os
 import time
 from pathlib import Path
@@ -95,6 +96,9 @@ def test_a_bad_request_lists_all_that_is_wrong() -> None:
         Request(id="a.answer", verb="stop")
     with pytest.raises(RequestError, match=r"no mode 'tihgt'; the modes are keep, tight, auto \(nearest: tight\)"):
         Request(id="a", verb="switch", arguments={"layout": "dp2", "mode": "tihgt"})
+    for never in (math.nan, math.inf):
+        with pytest.raises(RequestError, match="deadline"):
+            Request(id="a", verb="stop", deadline=never)
 
 
 def test_what_is_open_when_the_agent_ends_is_answered_failed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from tests.shapes import MIXTRAL, experts_shape, latent_shape
 from dynatrain.config.errors import ConfigError
 from dynatrain.config.load import load_config
 from dynatrain.layout.form import LayoutError
+from dynatrain.layout.layout import MOST_RANKS
 from dynatrain.layout.text import parse_layout
 from dynatrain.space.presets import PRESETS
 from dynatrain.space.run_check import check_run
@@ -80,7 +81,10 @@ def test_the_dropout_of_the_model_holds_unless_the_run_sets_one(tmp_path):
         (["--layout=pp4.dp4", "--batch.global_sequences=16"], "each needs at least 4"),
         (["--layout=tp2-sp", "--data.sequence=63"], "does not divide the sequence length (-sp), 63"),
         (["--batch.micro_sequences=3"], "3 does not divide batch.global_sequences = 16; nearest: 2 or 4"),
+        (["--batch.micro_sequences=3", "--batch.global_sequences=1000000000"], "nearest: 2 or 4"),
         (["--layout=pp9"], "nearest legal: pp4, "),
+        (["--layout=pp5.fsdp9"], "nearest legal: fsdp8, pp2.fsdp4, pp4.fsdp2"),
+        (["--layout=dp7", "--world.size=37"], "no layout of world.size = 37 ranks is legal\nnearest legal: dp7"),
         (["--layout=dp2", '--switch=[{step=3, layout="pp9"}]'], "nearest legal: "),
         (["--steps=5", "--optimizer.warmup_steps=6"], "optimizer.warmup_steps = 6: at most steps = 5"),
         (['--switch=[{step=200, layout="dp1"}]'], "switch.0.step = 200: below steps = 200"),
@@ -101,6 +105,12 @@ def test_parts_that_do_not_fit_are_named_with_the_rule_and_what_is_near(flags, n
     (problem,) = refusals(*flags)
 
     assert named in problem
+
+
+def test_a_world_is_no_larger_than_a_layout_may_be():
+    with pytest.raises(ConfigError, match=f"world.size = {MOST_RANKS + 1} .*{MOST_RANKS}"):
+        checked(f"--world.size={MOST_RANKS + 1}")
+    assert "no layout of world.size = 65536 ranks is legal" in refusals(f"--world.size={MOST_RANKS}")[0]
 
 
 def test_the_rules_of_a_pipeline_are_those_of_the_runs_own_schedule():

@@ -43,7 +43,7 @@ def call(monkeypatch, capsys):
 
 def crossed(run, *, stage="done", members=(1, 4, 5), layout="fsdp3"):
     with Log(run.events, generation=0, attempt=0) as log:
-        log.write("agent_started", world_size=2)
+        log.write("agent_started", world_size=2, nodes=1)
         log.write("crossing", stage=stage, world=7, members=list(members), layout=layout)
 
 
@@ -111,5 +111,5 @@ def test_status_tells_the_world_and_its_members(run, call):
     assert (code, "tp3 does not divide" in out) == (2, False)
     assert "fsdp3 -> dp3  (3 -> 3 ranks" in call("switch", "one", "dp3", "--dry-run")[1]
     with Log(run.events, generation=0, attempt=1) as log:
-        log.write("agent_started", world_size=4)
+        log.write("agent_started", world_size=4, nodes=1)
     assert "4 ranks in world 0\n" in call("status", "one")[1]

@@ -1,5 +1,6 @@
 """Tokenizers, token files and samples."""
 
+import json
 import os
 import subprocess
 import sys
@@ -122,6 +123,22 @@ def test_tokens_are_kept_in_the_narrowest_type_and_mapped(tmp_path, vocab_size, 
     assert tokens.tolist() == [1, vocab_size - 1, 2]
     assert samples.starts.tolist() == [0, 2]
     assert sorted(os.listdir(tmp_path)) == ["d.npy", "t.npy"]  # noqa: PTH208
+
+
+def test_a_token_beyond_the_vocabulary_is_not_written_as_another(tmp_path):
+    with pytest.raises(DataError, match="text 2 has token 70000; the vocabulary has 300, from 0 to 299"):
+        write_tokens(tmp_path / "t.npy", tmp_path / "d.npy", [np.array([299]), np.array([70_000])], 300)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_whose_numbers_have_gaps_is_read_by_its_largest(run, corpus):
+    far = json.loads(byte_tokenizer().to_str())
+    far["model"]["vocab"]["h"] = 70_000
+    (run / "tokenizer.json").write_text(json.dumps(far))
+
+    prepared = prepare(Request(paths=(corpus,), tokenizer="model", validation=0.0), run)
+    assert prepared.vocab_size == 70_001
+    assert 70_000 in open_samples(run, 16).tokens
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):

@@ -20,9 +20,11 @@ from dynatrain.app.mistake import MistakeError
 from dynatrain.app.resume import reopened, resume
 from dynatrain.app.start import anywhere
 from dynatrain.config.load import load_config
+from dynatrain.config.own import load_own
+from dynatrain.config.run import Switch
 from dynatrain.data.prepare import Request, prepare
 from dynatrain.data.tokenizer import byte_tokenizer
-from dynatrain.observe.checkpoints import MANIFEST, File
+from dynatrain.observe.checkpoints import MANIFEST, File, newest
 from dynatrain.observe.mark import AgentMark
 from dynatrain.observe.requests import Answer
 from dynatrain.observe.run import RunFolder
@@ -170,7 +172,10 @@ REFUSED = {
         ["import", "nosuch", "one", "--layot=x"],
         ["nosuch is no folder", "already holds a run", "layot (flag) is not a key; nearest: layout"],
     ),
-    "import of another's words": (["import", "small", "two"], ["has 257 tokens", "the model's vocabulary, 100"]),
+    "import of another's words": (
+        ["import", "small", "two"],
+        ["tokens up to number 256", "vocabulary, 100"],
+    ),
     "import of words without an end": (["import", "endless", "two"], ["has no token </s>", "eos_token"]),
     "import with more words than fit": (["import", "mute", "two"], ["makes 4096 tokens", "vocabulary, 257"]),
     "import with no words to take": (["import", "mute", "two", "--data.tokenizer=model"], ["there is no", "'bytes'"]),
@@ -180,6 +185,7 @@ REFUSED = {
     "import of two models": (["import", "hf", "two", "--model.config=tiny"], ["model.config (flag)", "Leave it out"]),
     "generate of no run": (["generate", "nosuch", "x"], ["No run 'nosuch'"]),
     "generate without words": (["generate", "wordless", "x"], ["wordless/tokenizer.json", "Put the tokenizer.json"]),
+    "generate from half a letter": (["generate", "one", "a\udcff"], ["the prompt is not UTF-8 at character 2"]),
     "generate out of range": (
         ["generate", "one", "x", "--tokens", "0", "--temperature", "-1", "--top-k", "-2", "--seed", "-3"],
         ["--tokens is 0; at least 1", "--temperature is -1", "--top-k is -2", "--seed is -3"],
@@ -293,6 +299,27 @@ def test_a_run_is_asked_for_something_else_only_where_it_can_begin(place, monkey
     with pytest.raises(MistakeError, match="no device"):
         begin()
     assert (path / "config.toml").read_text() == before
+
+
+def test_what_was_damaged_since_or_is_past_holds_up_no_resume(place, monkeypatch):
+    hurt(place, "later", lambda _: None)
+    path = place / "runs" / "later"
+    for step in (5, 9):
+        folder = shutil.copytree(path / "checkpoints" / "step_00000000", path / "checkpoints" / f"step_0000000{step}")
+        manifest = json.loads((folder / "manifest.json").read_text()) | {"step": step}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    flip_a_bit(folder)  # of the newest: its files have their sizes
+    asked = load_own(path, ["--steps=20", "--layout=fsdp2"]).config
+    switches = tuple(Switch(step=step, layout="tp2") for step in (3, 5, 7))
+    monkeypatch.chdir(place)
+
+    found = resume(asked.model_copy(update={"switch": switches}), path, layout_named=True)
+    assert (found.step, [switch.step for switch in found.config.switch]) == (5, [5, 7])
+    assert "step_00000009: __0_0.distcp has hash" in found.note
+    assert "past are left out: of step 3" in found.note
+    with reopened(found):
+        assert newest(path / "checkpoints") == (path / "checkpoints" / "step_00000005", ()), "as the ranks look"
+    assert (path / "checkpoints" / "damaged_step_00000009").is_dir()
 
 
 def generated(said, *words, prompt="There is"):

@@ -1,5 +1,6 @@
 """Asking a running run for something: one record, one answer."""
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -34,12 +35,15 @@ def ask(run: RunFolder, verb: str, arguments: Mapping[str, Any], timeout: float)
     Raises:
         MistakeError: nobody is there to answer, or nobody did in time.
     """
-    if timeout <= 0:
+    if not 0 < timeout < math.inf:
         raise MistakeError(f"--timeout is {timeout:g}; seconds, above 0.")
     if run.liveness() in {None, "ended", "gone"}:
         raise MistakeError(f"Run {run.name} is not running; see dynatrain status {run.name}.")
     request = Request(id=new_id(), verb=verb, arguments=dict(arguments), deadline=time.time() + timeout)
-    submit(run.requests, request)
+    try:
+        submit(run.requests, request)
+    except OSError as error:
+        raise MistakeError(f"{run.requests} cannot be written: {error.strerror or error}.") from None
     answer = wait_answer(run.requests, request.id, timeout)
     if answer is None:
         answer = Answer(outcome="failed", message=f"no answer within {timeout:g} s; see dynatrain events {run.name}")

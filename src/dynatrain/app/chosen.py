@@ -115,26 +115,34 @@ def choose(asked: Wanted, timeout: float) -> Chosen:
         folder, problems = root / checkpoint_name(asked.step), ()
         if not folder.is_dir():
             raise MistakeError(f"Run {run.name} has no checkpoint of step {asked.step}. {_there(root)}")
-    elif _runs(run):
-        _, answer = ask(run, "save", {}, timeout)
-        if answer.outcome not in {"done", "unchanged"}:
-            raise MistakeError(f"Run {run.name} could not be saved: {answer.message}. {_there(root)}")
-        folder, problems = root / Path(answer.message).name, ()
     else:
-        found, problems = newest(root)
-        if found is None:
-            wrong = "".join(f"\n  - {problem}" for problem in problems)
-            raise MistakeError(
-                f"Run {run.name} has no checkpoint that can be used.{wrong}\n"
-                f"A running run makes one by dynatrain save {run.name}; [save] every = N by itself, every N steps."
-            )
-        folder = found
+        if _runs(run):
+            _, answer = ask(run, "save", {}, timeout)
+            if answer.outcome not in {"done", "unchanged"}:
+                raise MistakeError(f"Run {run.name} could not be saved: {answer.message}. {_there(root)}")
+        folder, problems = _newest(run)
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
         raise MistakeError(f"{error}. {_there(root)}") from None
     note = "newer ones cannot be used: " + "; ".join(problems) if problems else ""
     return Chosen(folder, manifest, note)
+
+
+def _newest(run: RunFolder) -> tuple[Path, tuple[str, ...]]:
+    """The newest checkpoint that can be used, and what is wrong with those after it.
+
+    Raises:
+        MistakeError: there is none.
+    """
+    found, problems = newest(run.checkpoints)
+    if found is None:
+        wrong = "".join(f"\n  - {problem}" for problem in problems)
+        raise MistakeError(
+            f"Run {run.name} has no checkpoint that can be used.{wrong}\n"
+            f"A running run makes one by dynatrain save {run.name}; [save] every = N by itself, every N steps."
+        )
+    return found, problems
 
 
 @contextmanager

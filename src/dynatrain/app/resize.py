@@ -1,6 +1,8 @@
 """Which layout a run has in a world of another size: what ``scale`` shows, and what the agent carries out."""
 
+from dynatrain.app.plan_text import show
 from dynatrain.app.planned import Change, change_of_model
+from dynatrain.app.runs import RunWorld
 from dynatrain.layout.foreign import read_layout
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
@@ -47,7 +49,15 @@ def legal(run: CheckedRun, text: str, size: int) -> Layout:
     return run.legal(read_layout(text), size)
 
 
-def change_of_run(run: CheckedRun, old: Layout, new: Layout, mode: str) -> Change:
+def dry_run_of(run: CheckedRun, world: RunWorld, new: Layout, mode: str, *, json: bool) -> None:
+    """Print what a change from the present layout would move and need; ``mode`` may be ``configured``."""
+    wanted = run.config.switching.mode if mode == "configured" else mode
+    old = parse_layout(world.layout)
+    change = change_of_run(run, old, new, "keep" if wanted == "auto" else wanted, world.ranks_per_node)
+    show(change, run.config.model.config, wanted, json=json)
+
+
+def change_of_run(run: CheckedRun, old: Layout, new: Layout, mode: str, ranks_per_node: int | None = None) -> Change:
     """What a change of a run's layout moves and needs; stayers are the ranks that both worlds have."""
     return change_of_model(
         run.shape,
@@ -56,4 +66,5 @@ def change_of_run(run: CheckedRun, old: Layout, new: Layout, mode: str) -> Chang
         dtype="float64" if run.config.precision.compute == "fp64" else "float32",
         optimizer=run.config.optimizer.name,
         budget_bytes=run.config.switching.budget_mib << 20,
+        ranks_per_node=ranks_per_node,
     )

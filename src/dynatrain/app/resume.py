@@ -9,7 +9,7 @@ from dynatrain.app.mistake import MistakeError
 from dynatrain.config.own import load_own, own_toml
 from dynatrain.config.run import RunConfig, Section
 from dynatrain.observe.atomic import write_atomically
-from dynatrain.observe.checkpoints import Manifest, newest
+from dynatrain.observe.checkpoints import Manifest, newest, set_aside
 from dynatrain.observe.run import RunFolder
 from dynatrain.space.hf_config import ModelError
 from dynatrain.space.presets import resolve_model
@@ -50,7 +50,7 @@ def resume(config: RunConfig, path: Path, *, layout_named: bool) -> Resumed:
     """
     run = RunFolder.open(path)
     config = _as_before(load_own(run.path).config, config, run)
-    folder, problems = newest(run.checkpoints)
+    folder, problems = newest(run.checkpoints, by_hash=True)
     wrong = "".join(f"\n  - {problem}" for problem in problems)
     if folder is None:
         raise MistakeError(
@@ -63,13 +63,19 @@ def resume(config: RunConfig, path: Path, *, layout_named: bool) -> Resumed:
     # What was imported is in no layout yet.
     layout = config.layout if layout_named or manifest.weights_only else manifest.layout
     note = f"going on from step {manifest.step} ({folder}), {_origin(manifest)}, in {layout}"
-    skipped = f"; newer ones cannot be used:{wrong}" if problems else ""
-    return Resumed(run, config.model_copy(update={"layout": layout}), manifest.step, note + skipped)
+    note += f"; newer ones cannot be used:{wrong}" if problems else ""
+    to_come = tuple(switch for switch in config.switch if switch.step >= manifest.step)
+    if passed := [str(switch.step) for switch in config.switch if switch.step < manifest.step]:
+        note += f"\nscheduled switches that are past are left out: of step {', '.join(passed)}"
+    config = config.model_copy(update={"layout": layout, "switch": to_come})
+    return Resumed(run, config, manifest.step, note)
 
 
 @contextmanager
 def reopened(resumed: Resumed) -> Iterator[None]:
     """Have the run's folder say what it is asked for now; where it cannot begin, what it said before.
+
+    Newer checkpoints whose hashes do not hold are set aside, so that all ranks take the one that was found whole.
 
     For the run's agent: nobody else may write there.
 
@@ -79,6 +85,7 @@ def reopened(resumed: Resumed) -> Iterator[None]:
     path = resumed.run.config
     before = path.read_text(encoding="utf-8")
     try:
+        set_aside(resumed.run.checkpoints, resumed.step)
         write_atomically(path, own_toml(resumed.config, resumed.run.path))
     except OSError as error:
         raise MistakeError(f"{path} cannot be written: {error.strerror or error}.") from None

@@ -65,11 +65,13 @@ class RunWorld:
         generation: number of the world.
         members: by rank.
         layout: as text; the first steps of a world may not have told it yet.
+        ranks_per_node: of the first world, as plans count them; None for all on one node.
     """
 
     generation: int
     members: tuple[int, ...]
     layout: str
+    ranks_per_node: int | None = None
 
     @classmethod
     def of(cls, run: RunFolder) -> "RunWorld":
@@ -79,10 +81,12 @@ class RunWorld:
         found, since = cls(generation=0, members=tuple(range(size)), layout=config.layout), 0.0
         for event in Tail(run.events).new():
             if event["kind"] == "agent_started":
-                found, since = replace(found, generation=0, members=tuple(range(event["world_size"]))), event["time"]
+                size, nodes, since = event["world_size"], event["nodes"], event["time"]
+                each = size // nodes if nodes > 1 else None
+                found = replace(found, generation=0, members=tuple(range(size)), ranks_per_node=each)
             elif event["kind"] == "crossing" and event["stage"] == "done":
-                found = cls(generation=event["world"], members=tuple(event["members"]), layout=event["layout"])
-                since = event["time"]
+                members, since = tuple(event["members"]), event["time"]
+                found = replace(found, generation=event["world"], members=members, layout=event["layout"])
         last = Progress.of(run).last
         said = last["layout"] if last and last["time"] > since else found.layout
         return replace(found, layout=said) if parse_layout(said).world_size == found.size else found
@@ -113,9 +117,15 @@ def config_of(run: RunFolder) -> RunConfig:
     return load_own(run.path).config
 
 
+def switch_folders(run: RunFolder) -> tuple[Path, ...]:
+    """The folders of a run's switches, by number; none where something is not there."""
+    found = (path for path in run.switches.glob("*") if path.is_dir())
+    return tuple(sorted(found, key=lambda path: (len(path.name), path.name)))  # 999 comes before 1000
+
+
 def certificates(run: RunFolder) -> tuple[dict[str, Any], ...]:
     """The certificates of a run as they stand, in the order of its switches; those that do not hold are left out."""
-    found = (_record(path) for path in sorted(run.switches.glob("*/certificate.json")))
+    found = (_record(folder / "certificate.json") for folder in switch_folders(run))
     return tuple(record for record in found if not check_certificate(record))
 
 

@@ -18,7 +18,7 @@ from dynatrain.config.own import OWN_MODEL, own_toml
 from dynatrain.config.run import RunConfig
 from dynatrain.data.corpus import DataError, already_tokenised
 from dynatrain.data.prepare import Request, open_samples, open_validation, prepare
-from dynatrain.data.tokenizer import copy_tokenizer, load_tokenizer
+from dynatrain.data.tokenizer import copy_tokenizer, load_tokenizer, vocabulary
 from dynatrain.layout.text import print_layout
 from dynatrain.observe.atomic import passing_parents
 from dynatrain.observe.draft import discard
@@ -194,9 +194,9 @@ def tokenizer_for(config: RunConfig, shape: DecoderShape) -> Path | None:
     if config.data.tokenizer != "model":
         return None
     path = tokenizer_of(config)
-    tokens = load_tokenizer(path).get_vocab_size()
+    tokens = vocabulary(load_tokenizer(path))
     if tokens > shape.vocab_size:
-        rule = f"{path} has {tokens} tokens; at most the model's vocabulary, {shape.vocab_size}"
+        rule = f"{path} has tokens up to number {tokens - 1}; all below the model's vocabulary, {shape.vocab_size}"
         raise DataError("the tokenizer does not fit the model", (f"{rule}; or --data.tokenizer=bpe, or bytes",))
     return path
 

@@ -50,7 +50,7 @@ def _record(run: RunFolder, code: int) -> dict[str, object]:
     return {
         "run": str(run.path),
         "exit": code,
-        "steps": len(progress.lines),
+        "steps": len({line["step"] for line in progress.lines}),  # some were trained again after a failure
         "first_loss": progress.lines[0]["loss"] if progress.lines else None,
         "last_loss": progress.lines[-1]["loss"] if progress.lines else None,
         "validation_loss": progress.validation[-1]["loss"] if progress.validation else None,

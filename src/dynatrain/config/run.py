@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 MOST = 2**31 - 1
 """Of anything that is counted: more than any run has, and products of two still fit into 64 bits."""
 Count = Annotated[int, Field(ge=1, le=MOST)]
+Ranks = Annotated[int, Field(ge=1, le=1 << 16)]
 WholeNumber = Annotated[int, Field(ge=0, le=MOST)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -24,15 +25,15 @@ class Section(BaseModel):
 class World(Section):
     """The processes that train, and how many there may be."""
 
-    size: Count | None = None
+    size: Ranks | None = None
     """Ranks at the start; by default as many as the layout has."""
-    min: Count = 1
+    min: Ranks = 1
     """Fewest ranks that the run may be scaled to."""
     max: WholeNumber = 0
     """Most ranks; 0 for as many as there are places."""
-    sizes: tuple[Count, ...] = ()
+    sizes: tuple[Ranks, ...] = ()
     """The only numbers of ranks; empty for any."""
-    step: Count = 1
+    step: Ranks = 1
     """What every number of ranks is a multiple of, for example the devices of a node."""
 
 

@@ -2,13 +2,14 @@
 
 The default corpus is the Python standard library's own sources on the user's machine: real text, no download. Otherwise
 it is any mix of files of the kinds of :mod:`dynatrain.data.readers` and of folders of them. A document is named by its
-path relative to the folder that all given paths share, so that its name, and with it its side of the split, does not
-depend on where the corpus lies or on what else is in it.
+path below the one that was given, so that its name, and with it its side of the split, does not depend on where the
+corpus lies or on what else is in it.
 """
 
 import hashlib
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,8 @@ class Document:
     """One text.
 
     Attributes:
-        name: relative path with forward slashes; texts of a file that holds many have ``#`` and their number (``.tar``:
-            their key) behind it.
+        name: path with forward slashes (:func:`named`); texts of a file that holds many have ``#`` and their number
+            (``.tar``: their key) behind it.
         text: not empty.
     """
 
@@ -129,29 +130,39 @@ def _files(paths: tuple[str, ...], problems: list[str]) -> list[tuple[str, Path]
     """``(name, file)`` of every file of the corpus, by name; paths that lead nowhere are added to ``problems``."""
     if not paths:
         root = Path(sysconfig.get_path("stdlib"))
-        found = set(_walk(root, (".py",), _STDLIB_SKIPPED, problems))
-        return sorted((path.relative_to(root).as_posix(), path) for path in found)
-    found = set()
+        return named((root, file) for file in _walk(root, (".py",), _STDLIB_SKIPPED, problems))
+    found: list[tuple[Path, Path]] = []
     for path in (Path(os.path.abspath(user_path(text))) for text in paths):  # noqa: PTH100 - keeps links
         if not exists(path):
             problems.append(f"{path}: does not exist; accepted are files ({', '.join(SUFFIXES)}) and folders of them")
         elif path.is_dir():
             inside = list(_walk(path, SUFFIXES, set(), problems))
-            found.update(inside)
+            found += [(path, file) for file in inside]
             if not inside:
                 problems.append(f"{path}: a folder without a file that ends in {', '.join(SUFFIXES)}")
         elif path.suffix not in SUFFIXES:
             problems.append(f"{path}: ends in {path.suffix or 'nothing'!r}; accepted are {', '.join(SUFFIXES)}")
         else:
-            found.add(path)
+            found.append((path.parent, path))
     return named(found)
 
 
-def named(files: Iterable[Path]) -> list[tuple[str, Path]]:
-    """``(name, file)`` of absolute paths, by name: the path below the folder that all of them share."""
-    files = set(files)
-    root = Path(os.path.commonpath([path.parent for path in files])) if files else Path()
-    return sorted((path.relative_to(root).as_posix(), path) for path in files)
+def named(files: Iterable[tuple[Path, Path]]) -> list[tuple[str, Path]]:
+    """``(name, file)``, each file once, by name: its path below the given folder in which it was found first.
+
+    A name that another file has already gets a number behind it (``x.txt@2``), so what is given later renames nothing.
+
+    Args:
+        files: ``(folder, file in it)``, both absolute, in the order in which they were given.
+    """
+    names: dict[Path, str] = {}
+    taken: Counter[str] = Counter()
+    for folder, file in files:
+        if file not in names:
+            name = file.relative_to(folder).as_posix()
+            taken[name] += 1
+            names[file] = name if taken[name] == 1 else f"{name}@{taken[name]}"
+    return sorted((name, file) for file, name in names.items())
 
 
 def _walk(root: Path, suffixes: tuple[str, ...], skipped: set[str], problems: list[str]) -> Iterator[Path]:

@@ -139,12 +139,12 @@ def _header(index: bytes, name: str) -> tuple[np.dtype[Any], int, int]:
 
 
 def open_indexed(paths: tuple[str, ...]) -> tuple[tuple[str, Indexed], ...]:
-    """The corpora at ``paths``, each once, ordered by name: the path of the ``.bin`` below the folder they share.
+    """The corpora at ``paths``, each once, ordered by name: that of the ``.bin`` (:func:`named`).
 
     Raises:
         DataError: with every path that is text, missing, cut short or of another format.
     """
-    problems, found = [], set()
+    problems, found = [], []
     for text in paths:
         path = Path(os.path.abspath(user_path(text)))  # noqa: PTH100 - keeps links
         files = [path.with_suffix(suffix) for suffix in TOKENISED]
@@ -155,7 +155,7 @@ def open_indexed(paths: tuple[str, ...]) -> tuple[tuple[str, Indexed], ...]:
                 f"{path}: {' and '.join(missing)} cannot be found; tokens are a pair, NAME.bin and NAME.idx"
             )
         else:
-            found.add(files[0])
+            found.append((path.parent, files[0]))
     opened = []
     for name, path in named(found):
         try:

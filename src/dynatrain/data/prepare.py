@@ -20,7 +20,7 @@ from dynatrain.config.own import TOKENIZER
 from dynatrain.data.corpus import DataError, already_tokenised, held_out, read_documents, split
 from dynatrain.data.indexed import misfit, open_indexed
 from dynatrain.data.samples import Samples, write_tokens
-from dynatrain.data.tokenizer import byte_tokenizer, encode, end_marker, load_tokenizer, train_bpe
+from dynatrain.data.tokenizer import byte_tokenizer, encode, end_marker, load_tokenizer, train_bpe, vocabulary
 from dynatrain.observe.objects import ObjectError, read_object
 
 RECORD = "data.json"
@@ -56,7 +56,7 @@ class Prepared:
 
     Attributes:
         request: what was asked for.
-        vocab_size: entries of the tokenizer, the end marker included; the model needs at least as many.
+        vocab_size: larger than every token, the end marker included; the model needs at least as many entries.
         documents: training and validation documents.
         tokens: training and validation tokens.
     """
@@ -140,7 +140,7 @@ def _from_texts(request: Request, folder: Path) -> Prepared:
     else:
         tokenizer = train_bpe(texts, request.vocab_size) if request.tokenizer == "bpe" else byte_tokenizer()
         _write_whole(path, tokenizer.to_str())
-    vocab_size, end = tokenizer.get_vocab_size(), end_marker(path)
+    vocab_size, end = vocabulary(tokenizer), end_marker(path)
     return Prepared(
         request=request,
         vocab_size=vocab_size,

@@ -40,7 +40,13 @@ def texts_in(file: Path, column: str) -> Texts:
         UnreadableError: the content is not of the kind that the suffix says, or a record has no text.
         OSError, UnicodeDecodeError, SyntaxError: the file cannot be read, or not as text.
     """
-    return _READERS[file.suffix](file, column)
+    for place, text in _READERS[file.suffix](file, column):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can spell what no UTF-8 can
+            half = f"U+{ord(text[error.start]):04X}, half of a surrogate pair, as character {error.start + 1}"
+            raise UnreadableError(f"text {place or '#1'} has {half}; a text is whole characters") from None
+        yield place, text
 
 
 def _plain(file: Path, _column: str) -> Texts:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynatrain.data.corpus import DataError
+from dynatrain.data.indexed import misfit
 
 Ids = NDArray[np.int64]
 
@@ -35,6 +36,9 @@ def write_tokens(path: Path, starts: Path, texts: Iterable[NDArray[np.integer]],
         starts: of another ``.npy``, int64 [texts]: which token is the first of each text.
         texts: one array of tokens each.
         vocab_size: larger than every token.
+
+    Raises:
+        DataError: a token is not below it; it would become another one.
     """
     width: np.dtype[Any] = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     number, firsts = 0, array("q")
@@ -42,6 +46,8 @@ def write_tokens(path: Path, starts: Path, texts: Iterable[NDArray[np.integer]],
         _write_header(file, width, 0)
         begin = file.tell()
         for text in texts:
+            if wrong := misfit(text, vocab_size):
+                raise DataError("the tokens cannot be written", (f"text {len(firsts) + 1} {wrong}",))
             file.write(text.astype(width).tobytes())
             firsts.append(number)
             number += len(text)

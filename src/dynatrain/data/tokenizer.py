@@ -83,6 +83,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
+def vocabulary(tokenizer: Tokenizer) -> int:
+    """What every token is below; more than there are entries where their numbers have gaps."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
 def end_marker(path: Path) -> str:
     """The text of the token that ends a document: what the settings beside a ``tokenizer.json`` name, else ours.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dynatrain.execute.pieces import Piece, Pieces
+from dynatrain.execute.pieces import Pieces
 from dynatrain.plan.plan import Fetch, Granule
 from dynatrain.space.box import Box, intersect, within
 from dynatrain.space.tensor import Catalogue
@@ -57,16 +57,9 @@ def read_into(pieces: Pieces, shelf: Shelf, catalogue: Catalogue, fetches: Itera
     """Copy what a plan names from the files into a rank's pieces; dtypes are converted."""
     with torch.no_grad():
         for fetch in fetches:
-            stored, piece = _ends(pieces, shelf, catalogue, fetch)
+            tensor, piece = catalogue[fetch.granule[0]], pieces[fetch.granule]
+            stored = shelf[tensor.name, tensor.states[fetch.granule[1]].name][fetch.place]
             piece.tensor[within(fetch.box, piece.box)] = stored.tensor[within(fetch.box, stored.box)]
-
-
-def write_from(pieces: Pieces, shelf: Shelf, catalogue: Catalogue, fetches: Iterable[Fetch]) -> None:
-    """Copy what a plan names from a rank's pieces into the files; dtypes are converted."""
-    with torch.no_grad():
-        for fetch in fetches:
-            stored, piece = _ends(pieces, shelf, catalogue, fetch)
-            stored.tensor[within(fetch.box, stored.box)] = piece.tensor[within(fetch.box, piece.box)]
 
 
 def copy(source: Shelf, target: Shelf) -> None:
@@ -81,8 +74,3 @@ def copy(source: Shelf, target: Shelf) -> None:
                     common = intersect(room.box, stored.box)
                     if common is not None:
                         room.tensor[within(common, room.box)] = stored.tensor[within(common, stored.box)]
-
-
-def _ends(pieces: Pieces, shelf: Shelf, catalogue: Catalogue, fetch: Fetch) -> tuple[Stored, Piece]:
-    tensor = catalogue[fetch.granule[0]]
-    return shelf[tensor.name, tensor.states[fetch.granule[1]].name][fetch.place], pieces[fetch.granule]

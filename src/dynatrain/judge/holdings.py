@@ -4,18 +4,29 @@ The builder finds pieces by dividing; here every rank's box is asked of the owne
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from dynatrain.plan.padding import GATHERED, Padded
 from dynatrain.space.box import shape_of
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import ITEMSIZE, Catalogue, State, Tensor
 
+GATHERED = ("fsdp", "efsdp")
+"""Axes along which ``fully_shard`` gathers equal chunks. The builder has a list of its own."""
+
+Padded = Callable[[Tensor, State], bool]
+"""Whether a state's storage is padded to the ceil-sized fsdp chunk."""
+
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+
+
+def pads(_tensor: Tensor, state: State) -> bool:
+    """What torch's ``fully_shard`` does: parameters are padded, what an optimizer keeps for them is not."""
+    return state.name == "param"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

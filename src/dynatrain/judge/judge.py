@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from dynatrain.judge.coverage import Rows, adopted_rows, by_state, coverage, misplaced, unadoptable
-from dynatrain.judge.holdings import Flags, Ints, holdings
+from dynatrain.judge.holdings import Flags, Ints, Padded, holdings, pads
 from dynatrain.judge.rounds import incomplete, stuck, too_large, torn, unmatched
 from dynatrain.judge.verdict import Verdict, shown
-from dynatrain.plan.padding import Padded, fsdp_pads
 from dynatrain.plan.plan import RankPlan, Schedule
 from dynatrain.plan.table import MoveTable, WholePlan, table
 from dynatrain.space.ownership import Ownership, num_holders
@@ -28,7 +27,7 @@ def judge_rank(
     part: RankPlan,
     *,
     budget_bytes: int | None = None,
-    padded: Padded = fsdp_pads,
+    padded: Padded = pads,
 ) -> Verdict:
     """Judges one rank's part alone; coverage counts that rank's new pieces.
 
@@ -60,7 +59,7 @@ def judge_all(
     parts: Sequence[RankPlan],
     *,
     budget_bytes: int | None = None,
-    padded: Padded = fsdp_pads,
+    padded: Padded = pads,
 ) -> Verdict:
     """Judges the parts of all ranks together, also that both ends of each move agree and that no rank waits for ever.
 
@@ -94,7 +93,7 @@ def judge_whole(
     plan: WholePlan,
     *,
     budget_bytes: int | None = None,
-    padded: Padded = fsdp_pads,
+    padded: Padded = pads,
 ) -> Verdict:
     """Judges a plan in columns, for large worlds; arguments as in :func:`judge_all`.
 

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from dynatrain.judge.coverage import Rows
-from dynatrain.judge.holdings import Holdings, Ints
+from dynatrain.judge.holdings import Holdings, Ints, Padded
 from dynatrain.judge.verdict import named, place, shown
-from dynatrain.plan.padding import Padded
 from dynatrain.plan.plan import Granule, Move, RankPlan, Schedule
 from dynatrain.space.box import Box
 from dynatrain.space.tensor import Catalogue

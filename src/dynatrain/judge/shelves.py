@@ -3,8 +3,7 @@
 It counts elements and asks each rank's box of the ownership; it shares no code with the plan's derivation.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from dynatrain.judge.verdict import place, shown
 from dynatrain.plan.plan import Boxes, Fetch, Granule
@@ -35,27 +34,6 @@ def judge_reads(
             problems.append(f"{place(catalogue[granule[0]], granule[1], box, rank)}: {wrong}")
     problems += [f"rank {rank} reads {granule}, of which it owns nothing" for granule in by_granule]
     return shown(problems, "piece(s) not read exactly once")
-
-
-def judge_writes(
-    catalogue: Catalogue, boxes: Boxes, owner: Ownership, parts: Mapping[int, Sequence[Fetch]]
-) -> tuple[str, ...]:
-    """Whether all ranks together fill the shelf once, each from a piece that it holds; empty where they do."""
-    problems: list[str] = []
-    into: defaultdict[tuple[Granule, int], list[Box]] = defaultdict(list)
-    for rank, fetches in parts.items():
-        problems += _outside(catalogue, boxes, fetches)
-        held = dict(_held(catalogue, owner, rank))
-        for fetch in fetches:
-            piece = held.get(fetch.granule)
-            if piece is None or intersect(piece, fetch.box) != fetch.box:
-                problems.append(f"rank {rank} writes {fetch.box} of {fetch.granule}, which it does not hold")
-            into[fetch.granule, fetch.place].append(fetch.box)
-    for granule, stored in boxes.items():
-        for number, box in enumerate(stored):
-            if wrong := _covers(box, into[granule, number]):
-                problems.append(f"{catalogue[granule[0]].name} state {granule[1]} {box} of the files: {wrong}")
-    return shown(problems, "box(es) of the files not written exactly once")
 
 
 def _outside(catalogue: Catalogue, boxes: Boxes, fetches: Iterable[Fetch]) -> Iterator[str]:

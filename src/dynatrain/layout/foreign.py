@@ -80,12 +80,12 @@ def read_layout(text: str) -> Layout:
     Raises:
         LayoutError: with every setting that cannot be read, and what cannot be known without the world size.
     """
-    settings = _settings(text)
+    settings, problems = _settings(text)
     megatron = any(key in settings for key in (*_MEGATRON_SIZES, "sequence_parallel", "use_distributed_optimizer"))
     titan = any(key in settings for key in (*_TITAN_SIZES, "enable_sequence_parallel"))
     if not megatron and not titan:
         return parse_layout(text)
-    problems = _unread(settings)
+    problems += _unread(settings)
     if megatron and titan:
         problems.append("settings of torchtitan and of Megatron are mixed; give those of one")
     if problems:
@@ -93,24 +93,45 @@ def read_layout(text: str) -> Layout:
     return _megatron(settings) if megatron else _titan(settings)
 
 
-def _settings(text: str) -> Settings:
-    """``--a.b-c=d``, ``--a.b-c d``, ``a.b_c = d`` and bare ``--a`` as ``{"b_c": "d"}``; a bare flag is ``true``."""
+def _settings(text: str) -> tuple[Settings, list[str]]:
+    """``--a.b-c=d``, ``--a.b-c d``, ``a.b_c = d`` and bare ``--a`` as ``{"b_c": "d"}``; a bare flag is ``true``.
+
+    With what is wrong with those that bear on the layout: a word too many, or two values. Of others that is no matter.
+    """
     try:
         words = shlex.split(re.sub(r"\s*=\s*", "=", text), comments=True)
     except ValueError as error:
         raise LayoutError(f"{text!r} is not a layout", (f"quotes are not closed: {error}",)) from None
     found: Settings = {}
-    open_flag = ""
+    problems: list[str] = []
+    last, is_open = "", False  # the last name, and whether it may still get a value
+
+    def take(value: str) -> None:
+        if _bears(last) and found.get(last, value) != value:
+            problems.append(f"{last} is {found[last]} and then {value}; give it once")
+        found[last] = value
+
     for word in words:
         key, mark, value = word.partition("=")
-        if open_flag and not mark and not word.startswith("--"):
-            found[open_flag], open_flag = word, ""
-            continue
-        name = key.lstrip("-").rsplit(".", 1)[-1].replace("-", "_")
         if mark or word.startswith("--"):
-            found[name] = value if mark else "true"
-            open_flag = "" if mark else name
-    return found
+            if is_open:
+                take("true")
+            last, is_open = key.lstrip("-").rsplit(".", 1)[-1].replace("-", "_"), not mark
+            if mark:
+                take(value)
+        elif is_open:
+            take(word)
+            is_open = False
+        elif _bears(last) and not word.startswith("["):  # the header of a TOML table
+            problems.append(f"{last} = {found[last]} is followed by {word}, which belongs to nothing; leave it out")
+    if is_open:
+        take("true")
+    return found, problems
+
+
+def _bears(key: str) -> bool:
+    """Whether a setting bears on the layout."""
+    return key in _COUNTS or key in _CHOICES or key in _OTHER or bool(_TOUCHES_LAYOUT.search(key))
 
 
 def _unread(settings: Settings) -> list[str]:

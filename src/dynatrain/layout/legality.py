@@ -1,5 +1,6 @@
 """What a model, a batch and a world allow: every broken rule with its numbers, and the nearest legal layouts."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +54,7 @@ def problems(
     found = list(form_problems(layout))
     if any(size < 1 for _, size in layout.axes) or min(layout.ep, layout.etp, layout.chunks) < 1:
         return tuple(found)  # nothing can be divided by such an axis
-    found += _tensor_problems(layout, limits, sequence) + _context_problems(layout, limits, sequence)
-    found += _expert_problems(layout, limits) + _stage_problems(layout, limits.num_layers)
+    found += _model_problems(layout, limits, sequence)
     if world_size is not None and layout.world_size != world_size:
         factors = " x ".join(f"{name}{size}" for name, size in layout.axes) or "no axis"
         found.append(f"the layout has {layout.world_size} ranks ({factors}) but the world has {world_size}")
@@ -109,8 +109,22 @@ def nearest(
         "sequence": sequence,
         "schedule": schedule,
     }
-    legal = (near for near in ranked(layout, world_size) if not problems(near, limits, **given))
-    return tuple(near for near, _ in zip(legal, range(count), strict=False))
+
+    def possible(plain: Layout) -> bool:
+        free = num_microbatches is None or not _batch_problems(plain, num_microbatches, schedule)
+        return free and not _model_problems(plain, limits, sequence)
+
+    legal = (near for near in ranked(layout, world_size, possible) if not problems(near, limits, **given))
+    return tuple(itertools.islice(legal, count))
+
+
+def _model_problems(layout: Layout, limits: ModelLimits, sequence: int | None) -> list[str]:
+    return [
+        *_tensor_problems(layout, limits, sequence),
+        *_context_problems(layout, limits, sequence),
+        *_expert_problems(layout, limits),
+        *_stage_problems(layout, limits.num_layers),
+    ]
 
 
 def _tensor_problems(layout: Layout, limits: ModelLimits, sequence: int | None) -> list[str]:

@@ -56,7 +56,7 @@ def resized(
         rule = f"a world has 1 to {MOST_RANKS} ranks"
         raise LayoutError(f"no layout has {world_size} ranks", (rule,), (print_layout(near),))
     given: dict[str, Any] = {"num_microbatches": num_microbatches, "sequence": sequence, "schedule": schedule}
-    every = ranked(layout, world_size)
+    every = list(ranked(layout, world_size))
     legal = [one for one in every if not problems(one, limits, world_size=world_size, **given)]
     if not legal or not sizes.allows(world_size):
         obvious = min(every, key=lambda one: (not _keeps(layout, one), _absorbed(layout, one)))

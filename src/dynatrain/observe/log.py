@@ -37,7 +37,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from dynatrain.observe.fields import count, number, text
+from dynatrain.observe.fields import Rule, count, number, problems_of, text
 from dynatrain.observe.objects import ObjectError, parse_object
 
 _LOG = logging.getLogger(__name__)
@@ -67,12 +67,14 @@ KINDS = frozenset(
 )
 """All kinds of lines; the table above says what each tells."""
 
-_NEEDED = {"time": number, "kind": text}
-_NEEDED_OF = {
+_NEEDED: dict[str, Rule] = {"time": number, "kind": text}
+_NEEDED_OF: dict[str, dict[str, Rule]] = {
     "step": {"step": count, "loss": number, "tokens_per_second": number, "seconds": number, "layout": text},
     "validation": {"step": count, "loss": number, "samples": count},
     "switch": {"switch": count, "phase": text},
     "save": {"step": count, "outcome": text},
+    "agent_started": {"world_size": count, "nodes": count},
+    "crossing": {"world": count, "stage": text, "members": [count], "layout": text},
 }
 """What readers of a line, and of one of a kind, rely on."""
 
@@ -171,7 +173,7 @@ class Tail:
             record = parse_object(line)
             kind = record.get("kind")
             needed = _NEEDED | (_NEEDED_OF.get(kind, {}) if isinstance(kind, str) else {})
-            if all(rule(record.get(key)) for key, rule in needed.items()):
+            if not any(problems_of(key, record.get(key), rule) for key, rule in needed.items()):
                 return record
         self.torn += 1
         return None

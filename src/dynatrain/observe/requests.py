@@ -6,6 +6,7 @@ when its outcome is known, writes ``requests/ID.answer.json`` beside it. Both ar
 
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -100,6 +101,8 @@ class Request:
             problems.append(f"verb {self.verb!r}: one of {', '.join(sorted(ARGUMENTS))}")
         else:
             problems += self._argument_problems()
+        if self.deadline is not None and not math.isfinite(self.deadline):
+            problems.append(f"deadline {self.deadline}: seconds since 1970, or None for never")
         mode = self.arguments.get("mode", MODES[0])
         if isinstance(mode, str) and (problem := mode_problem(mode)):
             problems.append(problem)

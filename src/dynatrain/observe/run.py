@@ -20,7 +20,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -88,7 +88,8 @@ class RunFolder:
                 f"{run.name}-2."
             ) from None
         except OSError as error:
-            run.require_free()  # somebody else was faster
+            with suppress(OSError):  # the path itself may be what is wrong
+                run.require_free()  # somebody else was faster
             raise run._unwritable(error) from error
         return run
 

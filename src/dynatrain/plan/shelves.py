@@ -1,12 +1,10 @@
 """Plans with files at one end: what a rank reads from a shelf, and what it writes into one.
 
 A shelf owns boxes of granules, in any cut: its files may come from another layout, another number of ranks, another
-program. So, as between ranks, the pieces of one side are cut by the boxes of the other. Reading, every rank takes what
-its new piece needs. Writing, one copy of each granule is written, and the copies take turns by the bytes that they have
-written already, so that replicas share the work.
+program. So, as between ranks, the pieces of one side are cut by the boxes of the other: every rank takes what its new
+piece needs. Writing, the pieces of one copy of each granule become its boxes, and the copies take turns by the bytes
+that they have written already, so that replicas share the work.
 """
-
-from collections.abc import Mapping
 
 from dynatrain.plan.plan import Boxes, Fetch, Granule
 from dynatrain.space.box import Box, intersect, volume
@@ -16,12 +14,15 @@ from dynatrain.space.tensor import Catalogue
 
 def reads(catalogue: Catalogue, boxes: Boxes, new: Ownership, rank: int) -> tuple[Fetch, ...]:
     """What ``rank`` reads so that all its pieces under ``new`` are filled."""
-    return _cut(boxes, {g: box for g, box in _pieces(catalogue, new, rank).items() if volume(box)})
-
-
-def writes(catalogue: Catalogue, boxes: Boxes, owner: Ownership, rank: int) -> tuple[Fetch, ...]:
-    """What ``rank`` writes so that all ranks together fill the shelf, each element once."""
-    return _cut(boxes, written_pieces(catalogue, owner, rank))
+    found = []
+    for granule, piece in _pieces(catalogue, new, rank).items():
+        if not volume(piece):
+            continue
+        for place, box in enumerate(boxes[granule]):
+            common = intersect(piece, box)
+            if common is not None:
+                found.append(Fetch(granule, common, place))
+    return tuple(found)
 
 
 def written_pieces(catalogue: Catalogue, owner: Ownership, rank: int) -> dict[Granule, Box]:
@@ -62,13 +63,3 @@ def _pieces(catalogue: Catalogue, owner: Ownership, rank: int) -> dict[Granule, 
         if box is not None:
             found |= {(index, at): state.box(box, tensor.shape) for at, state in enumerate(tensor.states)}
     return found
-
-
-def _cut(boxes: Boxes, pieces: Mapping[Granule, Box]) -> tuple[Fetch, ...]:
-    found = []
-    for granule, piece in pieces.items():
-        for place, box in enumerate(boxes[granule]):
-            common = intersect(piece, box)
-            if common is not None:
-                found.append(Fetch(granule, common, place))
-    return tuple(found)

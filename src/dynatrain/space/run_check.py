@@ -15,6 +15,7 @@ from dynatrain.data.corpus import already_tokenised
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.legality import check, nearest
+from dynatrain.layout.nearest import divisors
 from dynatrain.layout.resolve import resolve
 from dynatrain.layout.sizes import Sizes
 from dynatrain.layout.text import parse_layout, print_layout, short_layout
@@ -148,12 +149,14 @@ def _layout_problems(
     try:
         check(layout, limits, world_size=world_size, **given)
     except LayoutError as error:
-        if error.nearest or config.world.size:
-            return [f"{key}: {error}"]
-        # No layout of that size is legal, but nothing asks for that size.
+        without = "" if key == "layout" else "\n--switch=[] takes all scheduled switches away"
+        if error.nearest:
+            return [f"{key}: {error}{without}"]
+        # No layout of that size is legal: those of other sizes are what is left to choose from.
         near = nearest(layout, limits, **given)
-        said = LayoutError(f"{short_layout(layout)} is not legal here", error.problems, tuple(map(print_layout, near)))
-        return [f"{key}: {said}"]
+        sized = (f"no layout of world.size = {config.world.size} ranks is legal",) if config.world.size else ()
+        what = f"{short_layout(layout)} is not legal here"
+        return [f"{key}: {LayoutError(what, (*error.problems, *sized), tuple(map(print_layout, near)))}{without}"]
     return []
 
 
@@ -171,8 +174,7 @@ def _batch_problems(config: RunConfig) -> list[str]:
     total, micro = config.batch.global_sequences, config.batch.micro_sequences
     if total % micro == 0:
         return []
-    divisors = [i for i in range(1, total + 1) if total % i == 0]
-    near = " or ".join(map(str, sorted(sorted(divisors, key=lambda i: (abs(i - micro), i))[:2])))
+    near = " or ".join(map(str, sorted(sorted(divisors(total), key=lambda i: (abs(i - micro), i))[:2])))
     return [f"batch.micro_sequences = {micro} does not divide batch.global_sequences = {total}; nearest: {near}"]
 
 

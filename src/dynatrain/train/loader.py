@@ -58,11 +58,11 @@ class _Cursor:
         """
         ways = layout.data_ranks
         if self.global_batch % ways:
-            near = [other for other in ranked(layout, layout.world_size) if not self.global_batch % other.data_ranks]
+            near = (other for other in ranked(layout, layout.world_size) if not self.global_batch % other.data_ranks)
             raise LayoutError(
                 f"{short_layout(layout)} cannot share this loop's batches",
                 (f"its {ways} data ranks (dp x fsdp) do not divide the global batch of {self.global_batch}",),
-                tuple(map(print_layout, near[:3])),
+                tuple(map(print_layout, islice(near, 3))),
             )
 
     def _number(self, step: int) -> int:

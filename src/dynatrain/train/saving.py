@@ -7,6 +7,7 @@ over the board, never by a collective.
 import copy
 import shutil
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ import torch
 
 import dynatrain
 from dynatrain.cluster.kernel import step_aside
-from dynatrain.execute.dcp_folder import METADATA
+from dynatrain.execute.dcp_folder import METADATA, DcpFolder, FolderError
 from dynatrain.execute.dcp_save import Chunk, write_chunks, write_metadata
+from dynatrain.judge.shelves import judge_shelf
 from dynatrain.observe.checkpoints import SCHEMA, File, Manifest, complete, partial_folder, prune, usable
+from dynatrain.plan.plan import Granule
 from dynatrain.plan.shelves import written_pieces
+from dynatrain.space.tensor import Catalogue
 from dynatrain.train.account import Account
 from dynatrain.train.agreement import Objection, SwitchAbortedError, exchange, objection_of
 from dynatrain.train.extra_state import extra_states, speaks, unreadable
@@ -77,6 +81,8 @@ class Saving:
         self._places: dict[str, Place] = {flat(place): place for _, place in granule_paths(world)}
         self._states = tuple(dict.fromkeys(state.name for tensor in world.catalogue for state in tensor.states))
         self._snapshot, self._chunks = _chunks(party, saves, world)
+        self._catalogue = world.catalogue
+        self._keys = {granule: flat(place) for granule, place in granule_paths(world)}
         self._thread = threading.Thread(target=self._run, name=f"save-{number}", daemon=True)
         self.step = step
         self.problem = ""
@@ -159,6 +165,7 @@ class Saving:
         beside = [*(streams_path(rank) for rank in self._party.everyone), *map(extra_path, sorted(extra))]
         places |= {flat(place): place for place in beside}
         write_metadata(partial, [text for text, *_ in everyone], places)
+        require_whole(DcpFolder(partial), self._catalogue, self._keys)
         complete(partial, self._folder, self._manifest([*files, File.of(partial / METADATA)]))
         prune(self._saves.root, self._saves.keep_last)
 
@@ -217,6 +224,22 @@ def _chunks(party: Party, saves: Saves, world: World) -> tuple[Snapshot, list[Ch
         shape = tensor.state_shape(tensor.states[granule[1]])
         chunks.append(Chunk(key, shape, piece.tensor.dtype, piece.box, lambda key=key: copies.take(key)))
     return copies, chunks
+
+
+def require_whole(folder: DcpFolder, catalogue: Catalogue, keys: Mapping[Granule, str]) -> None:
+    """Refuse files that have not every element of every state once, by their own account.
+
+    Args:
+        folder: all files and their metadata.
+        catalogue: what was to be saved.
+        keys: what each state of it is called in the folder.
+
+    Raises:
+        FolderError: which states, and what is missing or comes twice.
+    """
+    boxes = {g: tuple(one.box for one in folder.stored(key)) for g, key in keys.items() if key in folder.shapes}
+    if problems := judge_shelf(catalogue, boxes):
+        raise FolderError(f"{folder.path} is not whole", problems)
 
 
 def _merged(groups: list[dict[str, Any]], told: list[list[list[str]]]) -> list[dict[str, Any]]:

@@ -97,11 +97,11 @@ def same_meaning(read: Read, first: Layout, parts: Sequence[nn.Module], data_par
                 f"it has {layout.data_ranks} data ranks (dp x fsdp), {short_layout(first)} has {first.data_ranks}, "
                 "and the loop's gradients are means over them"
             )
-            same = [other for other in ranked(layout, world_size) if other.data_ranks == first.data_ranks]
+            same = (other for other in ranked(layout, world_size) if other.data_ranks == first.data_ranks)
             raise LayoutError(
                 f"{short_layout(layout)} would change what this loop computes",
                 (seen, _WAYS_OUT),
-                tuple(map(print_layout, same[:3])),
+                tuple(map(print_layout, itertools.islice(same, 3))),
             )
         return layout
 

@@ -8,6 +8,7 @@ import tyro
 from dynatrain.app.cli import call
 from dynatrain.app.mistake import MistakeError
 from dynatrain.app.output import emit, say
+from dynatrain.app.runs import switch_folders
 from dynatrain.app.verify import Checked, check_file, check_switch
 from dynatrain.app.verify_saved import check_checkpoint, is_checkpoint
 from dynatrain.judge.history import check_history
@@ -71,7 +72,7 @@ def _checked(text: str) -> tuple[list[Checked], tuple[str, ...]]:
             "(which holds manifest.json)."
         )
     run = RunFolder.find(text)
-    results = [check_switch(folder) for folder in sorted(run.switches.iterdir()) if folder.is_dir()]
+    results = [check_switch(folder) for folder in switch_folders(run)]
     across = check_history([result.record for result in results if result.record])
     saved = (check_checkpoint(folder) for folder in checkpoints(run.checkpoints))
     # A running run removes old checkpoints meanwhile: what is gone is not judged.

@@ -53,7 +53,7 @@ def generate(
     """
     from dynatrain.data.tokenizer import end_marker, load_tokenizer  # noqa: PLC0415 - seconds; not for --help
 
-    asked, _ = all_of(lambda: wanted(run, step), lambda: _refuse(tokens, temperature, top_k, seed))
+    asked, _ = all_of(lambda: wanted(run, step), lambda: _refuse(prompt, tokens, temperature, top_k, seed))
     path = _tokenizer(asked.run.tokenizer)
     tokenizer = load_tokenizer(path)
     end = tokenizer.token_to_id(end_marker(path))
@@ -76,13 +76,15 @@ def generate(
     return 0
 
 
-def _refuse(tokens: int, temperature: float, top_k: int, seed: int) -> None:
+def _refuse(prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:
     """Refuse what nothing can be drawn by.
 
     Raises:
         MistakeError: all of it.
     """
     problems = [] if tokens >= 1 else [f"--tokens is {tokens}; at least 1"]
+    if halves := [at for at, letter in enumerate(prompt, 1) if "\ud800" <= letter <= "\udfff"]:
+        problems.append(f"the prompt is not UTF-8 at character {halves[0]}; give it as UTF-8")
     if not 0 <= temperature < math.inf:
         problems.append(f"--temperature is {temperature:g}; at least 0")
     problems += [] if top_k >= 0 else [f"--top-k is {top_k}; at least 1, or 0 for all"]

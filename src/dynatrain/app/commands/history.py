@@ -2,7 +2,7 @@
 
 from dynatrain.app.cli import Run, call
 from dynatrain.app.output import emit, say
-from dynatrain.app.runs import certificates, find_run
+from dynatrain.app.runs import certificates, find_run, switch_folders
 from dynatrain.app.switches import switch_table
 
 
@@ -25,7 +25,7 @@ def history(run: Run = "", /, *, json: bool = False) -> int:
         return 0
     if records:
         switch_table(records)
-    unsound = len(list(folder.switches.iterdir())) - len(records)
+    unsound = len(switch_folders(folder)) - len(records)
     if unsound:
         say(f"{unsound} without a sound certificate; see dynatrain check {folder.name}")
     elif not records:

@@ -8,8 +8,7 @@ import tyro
 from dynatrain.app.ask import CODES, ask
 from dynatrain.app.cli import Run, call
 from dynatrain.app.output import emit, say
-from dynatrain.app.plan_text import show
-from dynatrain.app.resize import change_of_run, layout_of_size
+from dynatrain.app.resize import dry_run_of, layout_of_size
 from dynatrain.app.runs import RunWorld, certificate_for, config_of, find_run
 from dynatrain.app.switches import switch_lines
 from dynatrain.layout.text import parse_layout
@@ -57,10 +56,7 @@ def scale(
     world = RunWorld.of(folder)
     new = layout_of_size(run_now, world.layout, size, layout)
     if dry_run:
-        change = change_of_run(
-            run_now, parse_layout(world.layout), parse_layout(new), "tight" if mode == "tight" else "keep"
-        )
-        show(change, run_now.config.model.config, json=json)
+        dry_run_of(run_now, world, parse_layout(new), mode, json=json)
         return 0
     wanted = {"size": size} | ({"layout": new} if layout else {}) | ({} if mode == "configured" else {"mode": mode})
     return ask_for_members(folder, wanted, timeout, json=json)

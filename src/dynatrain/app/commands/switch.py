@@ -5,11 +5,10 @@ from typing import Literal
 from dynatrain.app.ask import CODES, ask
 from dynatrain.app.cli import Run, Text, call
 from dynatrain.app.output import emit, say
-from dynatrain.app.plan_text import show
-from dynatrain.app.resize import change_of_run, legal
+from dynatrain.app.resize import dry_run_of, legal
 from dynatrain.app.runs import RunWorld, certificate_for, config_of, find_run
 from dynatrain.app.switches import switch_lines
-from dynatrain.layout.text import parse_layout, print_layout
+from dynatrain.layout.text import print_layout
 from dynatrain.space.run_check import check_run
 
 
@@ -46,8 +45,7 @@ def switch(
     world = RunWorld.of(folder)
     new = legal(run_now, layout, world.size)
     if dry_run:
-        change = change_of_run(run_now, parse_layout(world.layout), new, "tight" if mode == "tight" else "keep")
-        show(change, run_now.config.model.config, json=json)
+        dry_run_of(run_now, world, new, mode, json=json)
         return 0
     arguments = {"layout": print_layout(new)} | ({} if mode == "configured" else {"mode": mode})
     request, answer = ask(folder, "switch", arguments, timeout)
