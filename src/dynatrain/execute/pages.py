@@ -63,6 +63,15 @@ def discard(storage: torch.UntypedStorage) -> None:
         _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)
 
 
+def give_up_spare() -> None:
+    """Give the system what the C library keeps of freed memory, of all threads.
+
+    What one layout's steps have left in its heap rarely fits the next one's: over a few switches it grew by half. The
+    next step faults in anew what it uses of it.
+    """
+    _LIBC.malloc_trim(0)
+
+
 def touch(tensor: torch.Tensor) -> None:
     """Write to every page from a tensor's first element to its last; what lies there must not matter yet.
 

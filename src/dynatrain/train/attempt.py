@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from dynatrain.execute.census import DigestReport
+from dynatrain.execute.pages import give_up_spare
 from dynatrain.execute.pieces import Pieces
 from dynatrain.execute.rounds import Executor
 from dynatrain.train.account import Account, mismatches, take
@@ -227,6 +228,7 @@ class Attempt(Preparation):
         self.way.commit(self.new)
         replaced = f"belongs to a layout that switch {self.order.number} to {self.order.layout} replaced"
         retire_world(self.party, self.old, self._old_leaves, replaced)
+        give_up_spare()
 
     # Giving up.
 
