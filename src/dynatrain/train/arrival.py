@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dynatrain.cluster.worlds import crossing_board
 from dynatrain.layout.layout import Layout
 from dynatrain.train.agreement import words_of
-from dynatrain.train.announcement import Announcement
+from dynatrain.train.announcement import Announcement, NotAdmittedError
 from dynatrain.train.attempt import Attempt
 from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage, arrival
@@ -31,10 +31,15 @@ class Arrival:
         world.forms = self.told.forms
         return Attempt(way=self.way, order=self.told.order, target=target, old=old, new=world)
 
-    def give_up(self, error: BaseException) -> None:
-        """Tell the others that this newcomer does not come."""
-        board, generation = self.way.party.board, self.told.order.generation
-        board.give_up(generation, f"newcomer {self.way.standing.member}: {words_of(error)}")
+    def fail(self, error: Exception) -> None:
+        """Tell the others that this newcomer does not come.
+
+        Raises:
+            NotAdmittedError: they had given up before: what failed here had waited for them.
+        """
+        why = f"newcomer {self.way.standing.member}: {words_of(error)}"
+        if (reason := self.way.give_up(why)) != why:
+            raise NotAdmittedError(reason) from error
 
 
 def arrive(party: Party) -> Arrival:
@@ -52,5 +57,10 @@ def arrive(party: Party) -> Arrival:
     party.members = told.order.members
     party.note_step(told.seconds)
     way = arrival(party, told.crossing, told.order)
-    way.settle()
-    return Arrival(told=told, way=way)
+    found = Arrival(told=told, way=way)
+    try:
+        way.settle()
+    except Exception as error:
+        found.fail(error)
+        raise
+    return found

@@ -262,9 +262,7 @@ class Course:
         while (go := board.go_edge(generation)) is None:
             if attempt.prepared and not told:
                 told = True
-                if attempt.problem:
-                    board.give_up(generation, attempt.problem)
-                else:
+                if not attempt.problem:
                     way.say_warm()
             time.sleep(_POLL_SECONDS)
         if go.edge < 0:

@@ -86,6 +86,11 @@ class Passage:
         assert self.standing.worlds is not None
         return crossing_board(self.standing.worlds.run, self.crossing.generation, len(self.crossing.old))
 
+    def give_up(self, why: str) -> str:
+        """End a crossing that has not begun, at once and not at the next edge; the reason that stands."""
+        assert self.crossing is not None
+        return self.gate.give_up(self.crossing.generation, why).reason
+
     def say_warm(self) -> None:
         """A newcomer's word that it can begin."""
         self.party.board.post(f"warm/{self.party.rank}", "")

@@ -111,6 +111,8 @@ class Preparation:
             self.problem = str(abort)
         except Exception as error:  # noqa: BLE001 - told to all ranks
             self.problem = f"rank {self.party.rank}: {words_of(error)}"
+        if self.problem and self.way.crossing is not None:
+            self.way.give_up(self.problem)
 
     def _build(self) -> None:
         objection, payload = None, None

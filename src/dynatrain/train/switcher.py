@@ -175,9 +175,9 @@ class Switcher:
                 self._read(text, party.world_size)
             survey(party, world, "survey")
         except Exception as error:
-            if arrival:
-                arrival.give_up(error)
             self.close()
+            if arrival:
+                arrival.fail(error)
             raise
         party.memory.hold(world.pieces(party.rank, party.device).values())
 
