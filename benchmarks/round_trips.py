@@ -75,7 +75,7 @@ class Rank:
             board=Board(dist.PrefixStore("board", store.clone()), arguments.ranks),
             store=dist.PrefixStore("groups", store),
             recorder=self,
-            legal=lambda text: resolve(parse_layout(text), shape.num_hidden_layers),
+            legal=lambda text, _: resolve(parse_layout(text), shape.num_hidden_layers),
         )
         words = np.random.default_rng(1).integers(0, shape.vocab_size, 1000 * arguments.sequence)
         data = Samples(tokens=words.astype(np.uint16), sequence=arguments.sequence)

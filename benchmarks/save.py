@@ -96,7 +96,7 @@ class Rank:
             board=Board(dist.PrefixStore(f"board/{layout}", self.store.clone()), RANKS),
             store=dist.PrefixStore(f"groups/{layout}", self.store),
             data_parallel="free",
-            legal=lambda text: resolve(parse_layout(text), self.shape.num_hidden_layers),
+            legal=lambda text, _: resolve(parse_layout(text), self.shape.num_hidden_layers),
             **more,
         )
 

@@ -24,7 +24,7 @@ from dynatrain.train.world import World
 def groups_of(world):
     """A pool for all layouts of one session of ranks."""
     return GroupPool(
-        dist.PrefixStore("groups", world.store), rank=world.rank, generation=0, backend="gloo", timeout_seconds=60
+        dist.PrefixStore("groups", world.store), rank=world.rank, world="g0", backend="gloo", timeout_seconds=60
     )
 
 

@@ -212,7 +212,7 @@ def switcher(job, world, layout, **more):
     """A ``Switcher`` of ``job``."""
     given = {"state": {"schedule": job.scheduler}, "initial": job.initial, "names": canonical_name}
     # Our own build knows every axis.
-    given["legal"] = lambda text: resolve(parse_layout(text), job.shape.num_hidden_layers)
+    given["legal"] = lambda text, _: resolve(parse_layout(text), job.shape.num_hidden_layers)
     return Switcher(job.build, layout=layout, **given | meeting(world) | more)
 
 

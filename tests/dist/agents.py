@@ -80,17 +80,17 @@ class RunningAgent:
 def agent(
     folder: Path, entry: str, ranks: int = 2, liveness: float = 20.0, *before: str, **env: str
 ) -> Iterator[RunningAgent]:
-    """An agent that runs ``tests.dist.toy:entry``; killed with all that it started when the test is over.
+    """An agent that runs ``entry``; killed with all that it started when the test is over.
 
     Args:
         folder: of the run.
-        entry: name of a function of ``toy``.
+        entry: ``module:function``, or the name of a function of ``toy``.
         ranks: world size.
         liveness: the agent's patience, in seconds.
         before: what is put in front of the command, for example torchrun.
         env: more environment.
     """
-    what = (str(folder), f"tests.dist.toy:{entry}", str(ranks), str(liveness))
+    what = (str(folder), entry if ":" in entry else f"tests.dist.toy:{entry}", str(ranks), str(liveness))
     command = [*(before or (sys.executable,)), str(MAIN), *what]
     process = subprocess.Popen(command, cwd=ROOT, env=environment(**env), stderr=subprocess.PIPE, text=True)
     running = RunningAgent(process, RunFolder(folder))

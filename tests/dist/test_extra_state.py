@@ -177,7 +177,7 @@ def right(sw, more=0):
 def test_it_follows_its_module_to_other_stages_and_through_checkpoints(tmp_path):
     def work(world):
         books, seen = Books(), []
-        settings = {"legal": parse_layout, "data_parallel": "free", "saves": Saves(root=tmp_path)}
+        settings = {"legal": lambda text, _: parse_layout(text), "data_parallel": "free", "saves": Saves(root=tmp_path)}
         sw = switcher(world, build_stages, "fsdp2", recorder=books, **settings)
         write_stages(sw)
         for layout in ("pp2v2", "pp2.order_1_0", "dp2", "pp2"):
@@ -202,7 +202,9 @@ def test_it_follows_its_module_to_other_stages_and_through_checkpoints(tmp_path)
 def test_what_differs_between_stages_or_could_not_go_to_another_is_refused_by_name():
     def work(world):
         books, said = Books(), {}
-        sw = switcher(world, build_stages, "pp2v2", recorder=books, legal=parse_layout, data_parallel="free")
+        sw = switcher(
+            world, build_stages, "pp2v2", recorder=books, legal=lambda text, _: parse_layout(text), data_parallel="free"
+        )
 
         def attempt(name, parts, value):
             for part in parts:

@@ -119,7 +119,7 @@ def build_plain(mesh, layout):
 
 def made(world, make, **more):
     declared = {"segments": SEGMENTS} if make is build else {}
-    return switcher(world, make, "fsdp4", legal=parse_layout, **declared | more)
+    return switcher(world, make, "fsdp4", legal=lambda text, _: parse_layout(text), **declared | more)
 
 
 def trained(world, make, tour):

@@ -3,6 +3,8 @@
 Counted from outside (``tests.ledgers``), and compared with what the algorithm of each axis says.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,10 +22,14 @@ from dynatrain.models.keyed import KeyedStream
 from dynatrain.models.share import TokenShare
 from dynatrain.train.groups import axis_members
 
+SUMS, GATHERS, SCATTERS = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
+"""DTensor's own."""
 GATHER, EXCHANGE, SEND, RECEIVE, SUM = "_allgather_base_", "alltoall_base_", "send", "recv_", "allreduce_"
 ELEMENT = 8
 STREAM = TOKENS * SHAPE.hidden_size * ELEMENT
 """Bytes of the residual stream of a micro-batch."""
+LOGITS = TOKENS * 16 * ELEMENT
+"""What a rank of tp4 sends of them: of 61 rows of vocabulary the last one has 13, and sends as many as the others."""
 MOE = experts_shape(QWEN3_MOE, num_hidden_layers=4, num_key_value_heads=4)
 EXPERTS = ("fsdp4.ep4", "fsdp4.ep2", "fsdp4", "tp4-sp.ep4")
 PIPELINES = {
@@ -35,7 +41,14 @@ PIPELINES = {
     "pp2.tp2-sp": {0: {1: 1}, 1: {0: 1}},
     "pp2.cp2-ring": {0: {1: 1}, 1: {0: 1}},
 }
-DENSE = ("fsdp4", "fsdp4-z2", "fsdp4-z1", "dp4", "dp2.fsdp2", "cp4", "cp4-ring", "cp4-ulysses", "tp4", "tp4-sp")
+READERS = {
+    "dense": SHAPE,
+    "copied heads": replace(SHAPE, num_key_value_heads=2),
+    "gpt2": replace(SHAPE, family="gpt2", num_key_value_heads=8),
+    "shared experts": replace(MOE, experts=replace(QWEN3_MOE, n_shared_experts=2)),
+}
+"""Blocks of all forms, whose residual stream is read by few matrices or many."""
+DENSE = ("fsdp4", "fsdp4-z2", "fsdp4-z1", "dp4", "dp2.fsdp2", "cp4", "cp4-ring", "cp4-ulysses")
 
 
 def per_rank(text):
@@ -52,8 +65,8 @@ def axis_of(name, world, rank):
         if world.mesh.get_group(axis).group_name == name:
             return axis
     purpose, members = name.split(".")[2:4]
-    if purpose == "context":
-        return "cp"
+    if purpose in {"context", "heads"}:
+        return "cp" if purpose == "context" else purpose
     members = [int(member) for member in members.split("_")]
     return next(axis for axis in ("efsdp", "ep", "etp") if axis_members(world.layout, axis, rank) == members)
 
@@ -61,7 +74,9 @@ def axis_of(name, world, rank):
 def measured(world):
     """Of each job and layout: ``{(axis, kind): (calls, bytes)}`` of a step on this rank, and bytes of its shards."""
     groups, found = groups_of(world), {}
-    for shape, text in [(SHAPE, text) for text in (*DENSE, *PIPELINES)] + [(MOE, text) for text in EXPERTS]:
+    cases = [(False, SHAPE, text) for text in (*DENSE, *PIPELINES)] + [(True, MOE, text) for text in EXPERTS]
+    cases += [(name, shape, text) for name, shape in READERS.items() for text in ("tp4", "tp4-sp")]
+    for key, shape, text in cases:
         micro = per_rank(text) * parse_layout(text).data_ranks
         backward = Backward(groups, Case(tour=(), shape=shape, micro_batches=micro), text)
         if "pp" in text:
@@ -72,7 +87,7 @@ def measured(world):
             (axis_of(name, backward.world, world.rank), kind): (count, seen.sent[name, kind])
             for (name, kind), count in seen.calls.items()
         }
-        found[shape is MOE, text] = sent, backward.stored()
+        found[key, text] = sent, backward.stored()
     return found
 
 
@@ -134,22 +149,32 @@ def test_bytes_of_attention_over_a_sequence(found):
         assert ulysses == {EXCHANGE: (4 * times, times * 2 * (2 * each + both))}
 
 
-def test_bytes_of_tensor_parallel_blocks(found):
-    """Whole streams: the embedding's, two a block, and of gradients one for each matrix that reads.
+@pytest.mark.parametrize("name", READERS)
+def test_bytes_of_tensor_parallel_blocks(found, name):
+    """Whole streams: the embedding's, of a block two, and two of gradients, by however many matrices it is read.
 
-    With ``-sp`` a sum is scattered, and gathered where matrices read it.
+    With ``-sp`` a sum is scattered, and gathered before matrices read it.
     """
-    reads = SHAPE.num_hidden_layers * 5 + 1  # q, k, v, gate and up; the head
-    makes = SHAPE.num_hidden_layers * 2 + 1  # o and down; the embedding
-    logits = TOKENS * 16 * ELEMENT  # of 61 rows of vocabulary the last rank has 13, and sends as many as the others
+    streams = READERS[name].num_hidden_layers * 4 + 2  # into attention and MLP, and out; the embedding's, the head's
     for rank in found:
-        plain, sp = (by_axis(rank[False, text][0], "tp") for text in ("tp4", "tp4-sp"))
-        streams = reads + makes
-        assert plain == {"all_reduce": (streams, streams * STREAM), "all_gather_into_tensor": (1, logits)}
-        assert sp["reduce_scatter_tensor"] == (streams, streams * STREAM)
-        gathered = streams * STREAM // 4 + logits
-        assert sp["all_gather_into_tensor"] == (streams + 1, gathered)
-        assert sp.keys() == {*plain, "reduce_scatter_tensor"}  # gradients of norms, which each rank has of its tokens
+        plain, sp = (by_axis(rank[name, text][0], "tp") for text in ("tp4", "tp4-sp"))
+        if name != "shared experts":
+            assert plain == {SUMS: (streams, streams * STREAM), GATHERS: (1, LOGITS)}
+        assert sp[SCATTERS] == (streams, streams * STREAM)
+        assert sp[GATHERS] == (streams + 1, streams * STREAM // 4 + LOGITS)
+        assert sp.keys() == {SUMS, GATHERS, SCATTERS}  # sums of gradients of norms, which each rank has of its tokens
+
+
+def test_bytes_of_shared_experts_where_the_residual_stream_is_whole(found):
+    """As other experts they have a slice of it: gather it and scatter their output, and so with the gradients.
+
+    What comes out of the block, and the gradient of what goes in, is gathered, too.
+    """
+    layers = MOE.num_hidden_layers
+    for rank in found:
+        plain = by_axis(rank["shared experts", "tp4"][0], "tp")
+        assert plain[SCATTERS] == (2 * layers, 2 * layers * STREAM)
+        assert plain[GATHERS] == (4 * layers + 1, 4 * layers * STREAM // 4 + LOGITS)
 
 
 @pytest.mark.parametrize("text", PIPELINES)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.dist.foreign import Net, everywhere, groups_of
 from tests.ledgers import registered_groups
+from tests.ranks import run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,11 +28,13 @@ from dynatrain.train.torch_private import (
     hooks_of,
     local_tensor,
     named_group,
+    own_default,
     padded_numels,
     scheduled,
     set_buffer,
     shard_of,
     share_shard,
+    swap_default,
     takes_means,
     unreduced,
     without_modes,
@@ -52,8 +55,8 @@ def test_each_function_has_a_test_of_its_name():
 def test_named_group():
     def work(world):
         if world.rank == 1:
-            named_group("alone", [1], "gloo", world.store, SECONDS)  # members of unequal histories meet by name
-        group = named_group("both", [1, 0], "gloo", world.store, SECONDS)
+            named_group("alone", [1], 1, "gloo", world.store, SECONDS)  # members of unequal histories meet by name
+        group = named_group("both", [1, 0], world.rank, "gloo", world.store, SECONDS)
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("fsdp",), mesh=[1, 0])
         total = distribute_tensor(torch.ones(2), mesh, [Shard(0)]).sum().full_tensor()
         everyone = torch.tensor([float(world.rank)])
@@ -63,10 +66,67 @@ def test_named_group():
     assert everywhere(2, work) == [(1, 1.0, 2.0, 1), (0, 1.0, 2.0, 0)]
 
 
+def test_own_default():
+    """A thread sees the world to come, with meshes whose slices lie there; the others see the present one."""
+
+    def work(world):
+        there = 3 - world.rank
+        group = named_group("next", [0, 1, 2, 3], there, "gloo", world.store, SECONDS)
+        rows, columns = ([0, 1], [2, 3]), ([0, 2], [1, 3])
+        mine = [next(m for m in ways if there in m) for ways in (columns, rows)]
+        groups = [named_group(f"next{m}", m, there, "gloo", world.store, SECONDS) for m in mine]
+        seen = []
+
+        def build():
+            with own_default(group):
+                mesh = DeviceMesh.from_group(groups, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=("a", "b"))
+                seen.extend([dist.get_rank(), mesh.get_coordinate(), mesh["b"].mesh.tolist(), mesh.get_local_rank("a")])
+            seen.append(dist.get_rank())
+
+        thread = threading.Thread(target=build)
+        with own_default(dist.group.WORLD):
+            thread.start()
+            thread.join()
+        return seen, dist.get_rank()
+
+    assert everywhere(4, work) == [
+        ([3 - rank, tuple(divmod(3 - rank, 2)), [2, 3] if rank < 2 else [0, 1], (3 - rank) // 2, rank], rank)
+        for rank in range(4)
+    ]
+
+
+def test_swap_default():
+    """Two ranks and a newcomer without any group become one world; two of them go back."""
+
+    def total():
+        value = torch.tensor([dist.get_rank() + 1.0])
+        dist.all_reduce(value)
+        return dist.get_rank(), dist.get_world_size(), float(value)
+
+    def work(world):
+        if world.rank < 2:
+            store = dist.PrefixStore("old", world.store)
+            dist.init_process_group("gloo", store=store, rank=world.rank, world_size=2)
+        there = (world.rank + 1) % 3
+        new = named_group("new", [0, 1, 2], there, "gloo", world.store, SECONDS)
+        old = swap_default(new)
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",))
+        in_new = *total(), float(distribute_tensor(torch.ones(3), mesh, [Shard(0)]).sum().full_tensor())
+        if old is None:
+            return in_new, None
+        swap_default(old)
+        dist.destroy_process_group(new)
+        return in_new, total()
+
+    found = run(3, work)
+    assert [one for one, _ in found] == [(1, 3, 6.0, 3.0), (2, 3, 6.0, 3.0), (0, 3, 6.0, 3.0)]
+    assert [other for _, other in found] == [(0, 2, 3.0), (1, 2, 3.0), None]
+
+
 def test_registered_groups():
     def work(world):
         before = registered_groups()
-        group = named_group("more", [0], "gloo", world.store, SECONDS)
+        group = named_group("more", [0], 0, "gloo", world.store, SECONDS)
         during = registered_groups()
         dist.destroy_process_group(group)
         return before, during, registered_groups()
@@ -300,7 +360,7 @@ def test_lasting():
 def test_clear_dtensor_caches():
     def reduce_twice(world, *, clear):
         for turn in range(2):
-            group = named_group(f"turn{turn}", [0, 1], "gloo", world.store, SECONDS)
+            group = named_group(f"turn{turn}", [0, 1], world.rank, "gloo", world.store, SECONDS)
             mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("fsdp",), mesh=[0, 1])
             value = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
             try:

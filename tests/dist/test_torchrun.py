@@ -15,7 +15,7 @@ from tests.dist.agents import RunningAgent, agent, environment, gone, until
 from dynatrain.observe.log import Tail
 
 
-def _two_agents(stack: ExitStack, folder: Path, entry: str, ranks: int) -> list[RunningAgent]:
+def two_agents(stack: ExitStack, folder: Path, entry: str, ranks: int) -> list[RunningAgent]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     before = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
@@ -37,7 +37,7 @@ def _until_training(run: RunningAgent) -> dict[int, int]:
 @pytest.mark.sweep
 def test_a_rank_lost_on_one_node_ends_the_agents_of_both_with_the_cause(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        first, second = _two_agents(stack, tmp_path / "run", "train", 4)
+        first, second = two_agents(stack, tmp_path / "run", "train", 4)
         pids = _until_training(first)
         assert sorted(event["ranks"] for event in first.events("ranks_started")) == [[0, 1], [2, 3]]
         below = first.below() + second.below()
@@ -98,7 +98,7 @@ def test_a_real_run_over_two_nodes_has_the_losses_of_one_on_one_node(tmp_path: P
 @pytest.mark.sweep
 def test_sigterm_on_one_node_stops_the_ranks_of_both_at_one_step_edge(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        first, second = _two_agents(stack, tmp_path / "run", "train", 4)
+        first, second = two_agents(stack, tmp_path / "run", "train", 4)
         _until_training(first)
         below = first.below() + second.below()
         second.send(signal.SIGTERM)
@@ -112,5 +112,5 @@ def test_sigterm_on_one_node_stops_the_ranks_of_both_at_one_step_edge(tmp_path: 
 @pytest.mark.sweep
 def test_a_run_over_two_nodes_ends_well(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        runs = _two_agents(stack, tmp_path / "run", "short", 4)
+        runs = two_agents(stack, tmp_path / "run", "short", 4)
         assert [run.end(60)[0] for run in runs] == [0, 0]

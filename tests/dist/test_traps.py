@@ -70,7 +70,7 @@ def test_the_table_names_tests_that_exist():
 
 def pool_of(world, generation):
     store = dist.PrefixStore("groups", world.store)
-    return GroupPool(store, rank=world.rank, generation=generation, backend="gloo", timeout_seconds=10)
+    return GroupPool(store, rank=world.rank, world=f"g{generation}", backend="gloo", timeout_seconds=10)
 
 
 def test_meshes_of_destroyed_groups_are_forgotten(monkeypatch):
@@ -166,7 +166,7 @@ def test_uneven_shards_of_two_axes_lie_as_our_formula_says(monkeypatch, rows, la
 
     def of_rank(rank):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parsed.world_size)
-        pool = GroupPool(FakeStore(), rank=rank, generation=0, backend="fake", timeout_seconds=10)
+        pool = GroupPool(FakeStore(), rank=rank, world="g0", backend="fake", timeout_seconds=10)
         mesh = pool.mesh(parsed, "cpu")
         with torch.device("meta"):
             net = nn.Sequential(nn.Linear(2, rows, bias=False))
@@ -264,7 +264,7 @@ def trained(world, layout, job):
         "state": {"schedule": job.scheduler},
         "initial": job.initial,
         "names": canonical_name,
-        "legal": parse_layout,
+        "legal": lambda text, _: parse_layout(text),
     }
     sw = switcher(world, job.build, layout, **settings)
     found = []

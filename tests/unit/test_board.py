@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from dynatrain.cluster.board import Board
 from dynatrain.cluster.heart import Beat, Heart, Pulse
-from dynatrain.cluster.peers import Peers
+from dynatrain.cluster.peers import Peers, Status
 from dynatrain.cluster.place import Place
 
 
@@ -88,7 +88,8 @@ def test_a_missing_key_is_told_at_once(connect) -> None:
 
 def test_a_stopped_heart_is_silent_and_a_beating_one_is_not(connect) -> None:
     now = [100.0]
-    pulse = Pulse(Board(connect(0), 2), (0, 1), lambda: now[0])
+    pulse = Pulse(Board(connect(0), 2), lambda: now[0])
+    pulse.watch((0, 1))
     with Heart(Board(connect(1), 2), 0) as heart:
         heart.at(step=40, phase="move", switch=3)
         pulse.look()
@@ -110,18 +111,23 @@ def test_agents_hear_of_each_others_stop_failure_and_silence() -> None:
     first, second = (
         Peers(Board(store, 2), Place(node=n, nodes=2, host="h", port=1, nonce="s"), lambda: now[0]) for n in range(2)
     )
-    second.say("running")
+    second.say(Status())
     first.look()
     assert (first.failure(5), first.stopping()) == ("", (-1, 0))
     now[0] = 6.0
     assert "node 1 is silent for 6.0 s" in first.failure(5)
-    second.say("stopping", signal=15)
+    second.say(Status(state="stopping", signal=15))
     first.look()
     assert first.stopping() == (1, 15)
-    second.say("failed", reason="rank 3 was killed")
+    second.say(Status(state="failed", reason="rank 3 was killed"))
     first.look()
     assert first.failure(5) == "node 1 failed: rank 3 was killed"
-    second.say("done")
+    second.say(Status(state="done", code=75, living=(4,)))
     first.look()
     now[0] = 100.0
-    assert (first.failure(5), first.any_done()) == ("", True)
+    assert (first.failure(5), first.any_done(), first.code) == ("", True, 75)
+    first.say(Status())
+    assert {node: (said.state, said.living) for node, said in first.everyone.items()} == {
+        0: ("running", ()),
+        1: ("done", (4,)),
+    }

@@ -251,7 +251,7 @@ def test_the_bench_s_script_tells_mistakes_and_help_like_the_command(tmp_path):
 def test_a_dry_run_plans_as_the_run_would(place, tmp_path, capsys, mode):
     run = shutil.copytree(place / "runs" / "old", tmp_path / "old")
     (run / "config.toml").write_text(f"layout = 'dp2.fsdp2'\n[switching]\nmode = '{mode}'\n")
-    (run / "events.jsonl").write_text('{"kind": "agent_started", "time": 1, "nodes": 2}\n')
+    (run / "events.jsonl").write_text('{"kind": "agent_started", "time": 1, "nodes": 2, "world_size": 4}\n')
 
     assert switch_command.run([str(run), "tp4", "--dry-run", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -73,8 +73,8 @@ def test_orders_wait_for_a_server_that_waits_for_its_reports_to_be_read(server):
 
     def serve():
         for number in range(MANY):
-            theirs.send(Report(kind="forked", rank=number, pid=1).to_json().encode())
-        orders.extend(json.loads(theirs.recv(1 << 16))["rank"] for _ in range(MANY))
+            theirs.send(Report(kind="forked", member=number, pid=1).to_json().encode())
+        orders.extend(json.loads(theirs.recv(1 << 16))["member"] for _ in range(MANY))
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -82,7 +82,7 @@ def test_orders_wait_for_a_server_that_waits_for_its_reports_to_be_read(server):
         spawner.signal(number, 9)
     thread.join(10)
     assert orders == list(range(MANY))
-    assert [report.rank for report in spawner.receive()] == list(range(MANY))
+    assert [report.member for report in spawner.receive()] == list(range(MANY))
     assert spawner.receive() == []
     theirs.shutdown(socket.SHUT_RDWR)
     with pytest.raises(ConnectionError, match="has ended"):
@@ -106,9 +106,9 @@ def entry(context): {entry}
 read, words = os.pipe()
 parent = os.getpid()
 if not os.fork():
-    live(entry, RankContext(rank=0, local_rank=0, world_size=1, ranks_per_node=None, store_host="", store_port=0,
-         store_prefix="", run=sys.argv[1], device="cpu", backend="gloo", generation=0, attempt=0, realtime=False),
-         parent=parent, words=words)
+    live(entry, RankContext(member=0, rank=0, local_rank=0, world_size=1, ranks_per_node=None, store_host="",
+         store_port=0, store_prefix="", run=sys.argv[1], device="cpu", backend="gloo", generation=0, attempt=0,
+         realtime=False), parent=parent, words=words)
 code = os.waitstatus_to_exitcode(os.wait()[1])
 os.close(words)
 print(code, os.read(read, 1 << 16).decode())

@@ -1,11 +1,13 @@
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from dynatrain.cluster.board import Board
 from dynatrain.cluster.causes import first_cause, say_end
 from dynatrain.cluster.context import Report
-from dynatrain.cluster.meeting import Job, Meeting, contexts
+from dynatrain.cluster.interrupts import Interrupts
+from dynatrain.cluster.meeting import Job, Meeting, contexts, first_world, meet
 from dynatrain.cluster.place import Place, PlaceError, choose_device, place_from, share, wait_for_listener
 from dynatrain.cluster.store import host_store
 from dynatrain.observe.run import RunFolder
@@ -65,16 +67,28 @@ def test_ranks_are_told_how_many_share_their_node(tmp_path, nodes, told) -> None
         attempt=0,
         place=place(nodes - 1, nodes),
         world_size=4,
+        layout="dp4",
+        resize=lambda *_: "",
         device="cpu",
         liveness_seconds=1.0,
         grace_seconds=0.0,
+        leave_seconds=1.0,
         announce=print,
     )
     store = host_store()
     meeting = Meeting(
-        store=store, board=Board(store, 4), device="cpu", backend="gloo", realtime=False, attempt=0, note=""
+        store=store,
+        run=store,
+        board=Board(store, 4),
+        world_size=4,
+        devices=dict.fromkeys(range(nodes), 0),
+        device="cpu",
+        backend="gloo",
+        realtime=False,
+        attempt=0,
+        note="",
     )
-    found = contexts(job, meeting)
+    found = contexts(job, meeting, first_world(job, meeting), range(4))
     assert [one.rank for one in found] == list(range(4))[-4 // nodes :]
     assert {one.ranks_per_node for one in found} == {told}
 
@@ -98,10 +112,10 @@ def test_an_address_where_nobody_listens_is_told_in_the_time_given() -> None:
 
 
 def test_the_first_cause_is_who_died_without_words_and_else_who_spoke_first() -> None:
-    early = Report(kind="ended", rank=2, code=1, words="ValueError: planted", spoken=1.0)
-    late = Report(kind="ended", rank=0, code=1, words="RuntimeError: Connection closed by peer", spoken=1.01)
-    killed = Report(kind="ended", rank=3, signal=9)
-    left = Report(kind="ended", rank=3, code=7)
+    early = Report(kind="ended", member=2, code=1, words="ValueError: planted", spoken=1.0)
+    late = Report(kind="ended", member=0, code=1, words="RuntimeError: Connection closed by peer", spoken=1.01)
+    killed = Report(kind="ended", member=3, signal=9)
+    left = Report(kind="ended", member=3, code=7)
     assert first_cause([late, early]) == early
     assert first_cause([late, early, killed]) == killed
     assert [say_end(end) for end in (early, killed, left)] == [
@@ -109,3 +123,30 @@ def test_the_first_cause_is_who_died_without_words_and_else_who_spoke_first() ->
         "was killed by SIGKILL",
         "ended with code 7",
     ]
+
+
+def test_all_agents_take_the_number_of_ranks_from_node_0(tmp_path) -> None:
+    store = host_store()
+    jobs = [
+        Job(
+            run=RunFolder(tmp_path),
+            attempt=node,
+            place=Place(node=node, nodes=2, host="127.0.0.1", port=store.port, nonce="s"),
+            world_size=size,
+            layout="",
+            resize=lambda *_: "",
+            device="cpu",
+            liveness_seconds=1.0,
+            grace_seconds=0.0,
+            leave_seconds=1.0,
+            announce=print,
+        )
+        for node, size in enumerate((8, 4))
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        met = list(pool.map(lambda job: meet(job, Interrupts()), jobs))
+    assert [(one.world_size, one.attempt) for one in met] == [(8, 0), (8, 0)]
+    members = [
+        [one.member for one in contexts(*both, first_world(*both), range(8))] for both in zip(jobs, met, strict=True)
+    ]
+    assert members == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -29,6 +29,7 @@ def attempt_of(number=1, mode="auto"):
     """An attempt that never got a plan."""
     return SimpleNamespace(
         order=Order(number=number, layout="dp1", mode=mode, by="cli"),
+        way=SimpleNamespace(crossing=None),
         blueprint=None,
         report=None,
         seconds={"build": 0.5},

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from dynatrain.app.mistake import MistakeError
 from dynatrain.app.output import emit, say
@@ -22,7 +23,7 @@ def report(run: RunFolder, request: str, answer: Answer, *, json: bool) -> int:
     return CODES[answer.outcome]
 
 
-def ask(run: RunFolder, verb: str, arguments: Mapping[str, str], timeout: float) -> tuple[str, Answer]:
+def ask(run: RunFolder, verb: str, arguments: Mapping[str, Any], timeout: float) -> tuple[str, Answer]:
     """Write a request and wait for its answer; gives the request's id and the answer.
 
     Args:

@@ -28,6 +28,8 @@ COMMANDS = {
     "history": "the switches of a run: bytes, seconds, digests",
     "logs": "what the ranks of a run printed",
     "switch": "change the layout of a running run",
+    "scale": "give a running run more ranks, or fewer",
+    "drain": "take ranks out of a running run, and wait until they are gone",
     "save": "save a running run beside training",
     "stop": "end a running run at its next step edge, saved",
     "layout": "explain a layout, or the difference of two",

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from dynatrain.app.output import columns, seconds, size
-from dynatrain.app.planned import Change
+from dynatrain.app.output import columns, emit, say, seconds, size
+from dynatrain.app.planned import Change, timed
 from dynatrain.plan.plan import Move, RankPlan
 from dynatrain.plan.record import PlanRecord
 from dynatrain.plan.schedule import predicted_peak
@@ -30,6 +30,28 @@ def head(change: Change, model: str) -> tuple[str, ...]:
         f"{model}: {parameters:,} parameters, {size(state)} of state in {len(change.catalogue)} tensors",
         "",
     )
+
+
+def show(change: Change, model: str, mode: str, *, json: bool) -> None:
+    """Print what a change of a run would move and need.
+
+    Args:
+        change: planned; of ``auto`` as ``keep``, as whether that fits is known to the ranks alone.
+        model: its name.
+        mode: that the run would have.
+        json: print one JSON object.
+    """
+    whole, took = timed(change.whole)
+    summary = change.summary(whole)
+    record = change.record(whole, summary)
+    if json:
+        emit(plan_record(record, change) | {"configured": mode})
+        return
+    say(*head(change, model))
+    if mode == "auto":
+        say("The run decides itself: keep where that fits into memory, as planned here, else tight.", "")
+    rank_table(summary)
+    say(*numbers(change, summary, record.plan_hash, took, None), "Nothing was asked of the run.")
 
 
 def rank_table(summary: PlanSummary) -> None:

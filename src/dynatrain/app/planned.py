@@ -95,6 +95,11 @@ class Change:
         """The numbers of :meth:`whole`."""
         return summarise(self.catalogue, self.old, self.new, plan, self.storage, ranks_per_node=self.ranks_per_node)
 
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that travel between ranks."""
+        return self.summary(self.whole()).moved
+
     def verdict(self, plan: WholePlan) -> Verdict:
         """What the judge says of :meth:`whole`."""
         room = self.budget_bytes - STAGING_BYTES if self.mode == "tight" else None

@@ -1,12 +1,13 @@
 """Reading a run's folder: its configuration, its progress, its switches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dynatrain.config.own import load_own
 from dynatrain.config.run import RunConfig
 from dynatrain.judge.certificate import check_certificate
+from dynatrain.layout.text import parse_layout
 from dynatrain.observe.log import Tail
 from dynatrain.observe.objects import ObjectError, read_object
 from dynatrain.observe.run import RunFolder
@@ -54,6 +55,57 @@ class Progress:
     def last(self) -> dict[str, Any]:
         """The newest step line; empty where there is none."""
         return self.lines[-1] if self.lines else {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunWorld:
+    """The ranks that a run has, by its ``events.jsonl``; of one that has ended, those that it had.
+
+    Attributes:
+        generation: number of the world.
+        members: by rank.
+        layout: as text; the first steps of a world may not have told it yet.
+        ranks_per_node: of the first world, as plans count them; None for all on one node.
+    """
+
+    generation: int
+    members: tuple[int, ...]
+    layout: str
+    ranks_per_node: int | None = None
+
+    @classmethod
+    def of(cls, run: RunFolder) -> "RunWorld":
+        """Read it."""
+        config = config_of(run)
+        size = config.world.size or parse_layout(config.layout).world_size
+        found, since = cls(generation=0, members=tuple(range(size)), layout=config.layout), 0.0
+        for event in Tail(run.events).new():
+            if event["kind"] == "agent_started":
+                size, nodes, since = event["world_size"], event["nodes"], event["time"]
+                each = size // nodes if nodes > 1 else None
+                found = replace(found, generation=0, members=tuple(range(size)), ranks_per_node=each)
+            elif event["kind"] == "crossing" and event["stage"] == "done":
+                members, since = tuple(event["members"]), event["time"]
+                found = replace(found, generation=event["world"], members=members, layout=event["layout"])
+        last = Progress.of(run).last
+        said = last["layout"] if last and last["time"] > since else found.layout
+        return replace(found, layout=said) if parse_layout(said).world_size == found.size else found
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return len(self.members)
+
+    @property
+    def text(self) -> str:
+        """For people: members are named where they are not the ranks themselves."""
+        who = "" if self.members == tuple(range(self.size)) else f": members {', '.join(map(str, self.members))}"
+        return f"{self.size} rank{'s' if self.size != 1 else ''} in world {self.generation}{who}"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """For programs."""
+        return {"generation": self.generation, "size": self.size, "members": list(self.members)}
 
 
 def config_of(run: RunFolder) -> RunConfig:

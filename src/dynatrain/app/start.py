@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dynatrain.app.mistake import MistakeError, all_of, is_mistake
 from dynatrain.app.progress import watch
+from dynatrain.app.resize import layout_of_size
 from dynatrain.app.resume import Resumed, reopened, resume
 from dynatrain.cluster.launch import run_agent
 from dynatrain.cluster.place import place_from, share
@@ -18,6 +19,7 @@ from dynatrain.config.run import RunConfig
 from dynatrain.data.corpus import DataError, already_tokenised
 from dynatrain.data.prepare import Request, open_samples, open_validation, prepare
 from dynatrain.data.tokenizer import copy_tokenizer, load_tokenizer, vocabulary
+from dynatrain.layout.text import print_layout
 from dynatrain.observe.atomic import passing_parents
 from dynatrain.observe.draft import discard
 from dynatrain.observe.paths import exists, user_path
@@ -74,8 +76,17 @@ def start(
         lambda: place_from(os.environ), lambda: check_run(config), lambda: require_tested(versions())
     )
     size = checked.layout.world_size
-    share(size, place)
-    agent = partial(run_agent, entry=entry, world_size=size, device=config.device, grace_seconds=_grace(config))
+    if place.node == 0:  # whose number of ranks counts
+        share(size, place)
+    agent = partial(
+        run_agent,
+        entry=entry,
+        world_size=size,
+        device=config.device,
+        grace_seconds=_grace(config),
+        layout=print_layout(checked.layout),
+        resize=partial(layout_of_size, checked),
+    )
     if place.node > 0:
         return None, agent(RunFolder(path.absolute()))
     if resumed:

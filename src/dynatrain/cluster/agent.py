@@ -12,16 +12,19 @@ from contextlib import suppress
 
 from torch.distributed import DistError
 
-from dynatrain.cluster.causes import SAVED, ended_badly, first_cause, names, say_end
-from dynatrain.cluster.context import Report
+from dynatrain.cluster.context import RankContext, Report
 from dynatrain.cluster.desk import Desk
 from dynatrain.cluster.heart import Pulse
 from dynatrain.cluster.interrupts import Interrupted, Interrupts
 from dynatrain.cluster.kernel import leave_realtime, signal_name
-from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, contexts, describe, meet
-from dynatrain.cluster.peers import Peers
+from dynatrain.cluster.lead import Lead
+from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, contexts, describe, first_world, meet
+from dynatrain.cluster.part import Part
+from dynatrain.cluster.peers import Peers, Status
 from dynatrain.cluster.ranks import Ranks
 from dynatrain.cluster.spawner import Spawner
+from dynatrain.cluster.summons import Summons
+from dynatrain.cluster.vitals import Vitals
 from dynatrain.observe.log import Log
 from dynatrain.observe.requests import Inbox, Request, new_id
 
@@ -30,8 +33,6 @@ TICK_SECONDS = 0.2
 START_SECONDS = 120.0  # for the fork server to import torch and the ranks' module
 STOP_SECONDS = 3.0  # for ranks to reach a step edge; with the next, all is gone within 5 s
 KILL_SECONDS = 0.7
-SETTLE_SECONDS = 0.3  # from the first bad end until the cause is named
-STACK_SECONDS = 0.4  # for ranks to print their stacks
 
 
 def drive(job: Job, spawner: Spawner, interrupts: Interrupts) -> int:
@@ -78,15 +79,33 @@ class Agent:
         self._interrupts = interrupts
         self._log = log
         self._began = time.monotonic()
-        self._ranks = Ranks(spawner, contexts(job, meeting))
-        self._pulse = Pulse(meeting.board, self._ranks.living)
+        self._ranks = Ranks(spawner)
+        self._pulse = Pulse(meeting.board)
         self._peers = Peers(meeting.board, job.place)
         self._desk = Desk(Inbox(job.run.requests), meeting.board, log)
+        self._lead = Lead(job, meeting, self._desk, self._peers, log)
+        self._part = Part(
+            meeting.run,
+            self._ranks,
+            self._pulse,
+            self._told,
+            log,
+            patience=job.liveness_seconds,
+            leave_seconds=job.leave_seconds,
+            world=tuple(range(meeting.world_size)),
+        )
+        self._vitals = Vitals(
+            self._ranks,
+            self._pulse,
+            self._part,
+            self._peers,
+            patience=job.liveness_seconds,
+            pause=interrupts.wait,
+            logs=job.run.logs,
+        )
         self._next_tick = 0.0
         self._stop_code = 0  # 130 or 143 once the agent was asked to end
         self._stop_end = 0.0  # when ranks that were asked to stop are killed
-        self._first_bad = 0.0  # when the first rank failed, and when the first one ended well; 0 while none has
-        self._first_good = 0.0
         self._ending = False  # ranks that end now end by our hand
 
     def run(self) -> int:
@@ -111,31 +130,36 @@ class Agent:
         self._start()
         while (code := self._step()) is None:
             self._interrupts.wait(TICK_SECONDS, self._spawner)
-        self._peers.say("done")
+        self._peers.say(Status(state="done", code=code))
         return code
+
+    def _told(self, summons: Summons) -> list[RankContext]:
+        """What the newcomers of this node are told."""
+        return contexts(self._job, self._meeting, summons.newcomers, summons.new, generation=summons.generation)
 
     def _start(self) -> None:
         """Fork this node's ranks as soon as the fork server is ready."""
         end = time.monotonic() + START_SECONDS
         ready = 0.0
-        while not self._ranks.all_forked:
+        while not (ready and self._ranks.all_forked):
             self._interrupts.check()
             for report in self._receive():
                 if report.kind == "broken":
                     raise RunFailedError(f"the ranks' module cannot be used: {report.words}")
                 if report.kind == "ready":
                     ready = time.monotonic()
-                    self._ranks.fork()
+                    everyone = first_world(self._job, self._meeting)
+                    self._ranks.fork(contexts(self._job, self._meeting, everyone, self._part.world))
                 self._note(report)
             if time.monotonic() > end:
                 raise RunFailedError(f"the fork server was not ready within {START_SECONDS:g} s")
             self._interrupts.wait(TICK_SECONDS, self._spawner)
-        self._pulse.restart()
+        self._pulse.watch(self._ranks.living)
         forked = time.monotonic()
         seconds = {"server": round(ready - self._spawner.began, 3), "fork": round(forked - ready, 3)}
         pids = self._ranks.pids
         self._log.write("ranks_started", ranks=list(pids), pids=list(pids.values()), seconds=seconds)
-        world = f"{len(pids)} of {self._job.world_size}" if self._job.place.nodes > 1 else f"{len(pids)}"
+        world = f"{len(pids)} of {self._meeting.world_size}" if self._job.place.nodes > 1 else f"{len(pids)}"
         self._job.announce(f"{world} ranks on {self._meeting.device} ({self._meeting.backend})")
 
     def _step(self) -> int | None:
@@ -152,61 +176,35 @@ class Agent:
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._tick()
+        if failure := self._vitals.failure(now, stopping=bool(self._stop_code)):
+            raise RunFailedError(failure)
+        over = self._vitals.over()
         if self._stop_code:
-            over = not self._ranks.living or now > self._stop_end or len(self._interrupts.received) > 1
-            return (self._ended_with() or self._stop_code) if over else None
-        self._check(now)
-        return None if self._ranks.living else self._ended_with()
-
-    def _ended_with(self) -> int:
-        """:data:`SAVED` where the ranks say that they have stopped saved; else 0."""
-        return SAVED if any(end.code == SAVED for end in self._ranks.ends.values()) else 0
+            over = over or now > self._stop_end or len(self._interrupts.received) > 1
+        return (self._vitals.code() or self._stop_code) if over else None
 
     def _tick(self) -> None:
         """Everything that is looked at rather than reported."""
         if self._job.lease is not None and self._job.lease.lost:
             raise RunFailedError(self._job.lease.lost)
-        if self._job.place.node == 0:
-            self._desk.serve()
         self._pulse.look()
         self._peers.look()
         node, number = self._peers.stopping()
         if number and not self._stop_code:
             self._stop(number, node)
-        if self._stop_code:
-            self._peers.say("stopping", signal=self._stop_code - 128)
-        else:
-            self._peers.say("running")
-
-    def _check(self, now: float) -> None:
-        """Find out whether the run cannot go on.
-
-        Raises:
-            RunFailedError: it cannot.
-        """
-        patience, living = self._job.liveness_seconds, self._ranks.living
-        bad = [end for end in self._ranks.ends.values() if ended_badly(end)]
-        if bad:
-            self._first_bad = self._first_bad or now
-            if now - self._first_bad >= SETTLE_SECONDS or not living:
-                cause = first_cause(bad)
-                raise RunFailedError(f"{self._name(cause.rank)} {say_end(cause)}, in {self._pulse.last(cause.rank)}")
-            return
-        silent = tuple(rank for rank in self._pulse.silent(patience) if rank in living)
-        if silent:
-            self._ranks.print_stacks()
-            self._interrupts.wait(STACK_SECONDS)
-            said = "; ".join(f"{self._name(rank)}, last seen in {self._pulse.last(rank)}" for rank in silent)
-            raise RunFailedError(
-                f"no sign of life for {patience:g} s from {said}. The stacks are in {self._job.run.logs}"
+        self._peers.say(
+            Status(
+                state="stopping" if self._stop_code else "running",
+                signal=max(0, self._stop_code - 128),
+                living=self._ranks.living,
+                heard=self._part.heard,
+                lost=self._part.lost,
             )
-        if self._ranks.ends or self._peers.any_done():
-            self._first_good = self._first_good or now
-            if living and now - self._first_good > patience:
-                raise RunFailedError(f"{names(living)} did not end within {patience:g} s of the others")
-        trouble = self._peers.failure(patience)
-        if trouble:
-            raise RunFailedError(trouble)
+        )
+        if self._job.place.node == 0:
+            self._desk.serve()
+            self._lead.look(stopping=bool(self._stop_code))
+        self._part.look(time.monotonic())
 
     def _stop(self, number: int, node: int) -> None:
         """Ask all ranks to stop at their next step edge, and set the time at which they are killed."""
@@ -218,7 +216,7 @@ class Agent:
         self._log.write("signal", signal=name, node=node)
         self._job.announce(f"{name}: stopping at the next step edge; once more to end at once.")
         if self._job.place.node == 0:
-            self._desk.publish(Request(id=new_id(), verb="stop", by=name))
+            self._desk.stop(Request(id=new_id(), verb="stop", by=name))
 
     def _fail(self, reason: str) -> None:
         """Say why the run cannot go on, to everybody."""
@@ -226,12 +224,12 @@ class Agent:
         self._log.write("run_failed", reason=reason)
         self._job.announce(f"The run failed: {reason}")
         with suppress(DistError):  # without a store the others see it as we did
-            self._peers.say("failed", reason=reason)
+            self._peers.say(Status(state="failed", reason=reason))
 
     def _end(self, code: int) -> None:
         """Kill what lives; wait a bounded time, since no signal ends a process that hangs in the kernel."""
         self._ending = True
-        self._ranks.kill()
+        self._ranks.kill(self._ranks.living)
         end = time.monotonic() + KILL_SECONDS
         with suppress(RunFailedError):
             while self._ranks.pids and self._ranks.living and time.monotonic() < end:
@@ -240,7 +238,8 @@ class Agent:
                 Interrupts.sleep(0.05, self._spawner)
         with suppress(DistError):
             self._desk.serve()  # what the ranks answered with their last breath
-        left = [self._name(rank) for rank in self._ranks.living if rank in self._ranks.pids]
+            self._lead.end()
+        left = [self._part.name(member) for member in self._ranks.living if member in self._ranks.pids]
         if not self._spawner.close(KILL_SECONDS) or left:
             self._job.announce(f"Not gone, and nothing more can be done: {', '.join(left) or 'the fork server'}.")
         leave_realtime()
@@ -255,24 +254,29 @@ class Agent:
     def _note(self, report: Report) -> None:
         """Take in and write down what the fork server says of a rank."""
         self._ranks.note(report)
-        about = {"rank": report.rank, "pid": report.pid}
-        if report.kind == "stopped":
+        if report.kind not in {"forked", "stopped", "continued", "ended"}:
+            return
+        world = self._part.world
+        rank = world.index(report.member) if report.member in world else -1
+        about = {"rank": rank, "member": report.member, "pid": report.pid}
+        if report.kind == "forked" and rank < 0:
+            self._log.write("newcomer", **about)
+        elif report.kind == "stopped":
             self._log.write("rank_stopped", signal=signal_name(report.signal), **about)
-            self._job.announce(f"Rank {report.rank} (process {report.pid}) is halted by {signal_name(report.signal)}.")
+            self._job.announce(f"{signal_name(report.signal)}: {self._part.name(report.member)}.")
         elif report.kind == "continued":
             self._log.write("rank_continued", **about)
         elif report.kind == "ended":
-            with suppress(DistError):
-                self._pulse.look()
-            beat = self._pulse.last(report.rank)
-            how = {
-                "code": report.code,
-                "signal": signal_name(report.signal) if report.signal else "",
-                "by_agent": self._ending,
-            }
-            at = {"step": beat.step, "phase": beat.phase, "switch": beat.switch}
-            self._log.write("rank_ended", **about, **how, error=report.words, **at)
+            self._note_end(report, about)
 
-    def _name(self, rank: int) -> str:
-        halted = ", halted" if rank in self._ranks.halted else ""
-        return f"rank {rank} (process {self._ranks.pids.get(rank, 0)}{halted})"
+    def _note_end(self, report: Report, about: dict[str, int]) -> None:
+        with suppress(DistError):
+            self._pulse.look()
+        beat = self._pulse.last(report.member)
+        how = {
+            "code": report.code,
+            "signal": signal_name(report.signal) if report.signal else "",
+            "by_agent": self._ending,
+        }
+        at = {"step": beat.step, "phase": beat.phase, "switch": beat.switch}
+        self._log.write("rank_ended", **about, **how, error=report.words, **at)

@@ -24,7 +24,7 @@ def first_cause(ends: Iterable[Report]) -> Report:
     Args:
         ends: bad ends on one machine, at least one.
     """
-    return min(ends, key=lambda report: (bool(report.words), report.spoken, report.rank))
+    return min(ends, key=lambda report: (bool(report.words), report.spoken, report.member))
 
 
 def say_end(report: Report) -> str:

@@ -13,21 +13,24 @@ class RankContext:
     """A rank's place in its world: the one argument of a rank's entry function.
 
     Attributes:
-        rank: number in the world.
-        local_rank: number on this node.
+        member: number in the run, never used again; in the first world a member's rank.
+        rank: number in the world in which it begins.
+        local_rank: its place on this node, which a later member may have again.
         world_size: ranks in the world.
-        ranks_per_node: ranks of each node; None where all are on one.
+        ranks_per_node: ranks of each node in the first world; None where all are on one.
         store_host: where the store listens.
         store_port: its port.
-        store_prefix: prefix of all keys of this run and generation.
+        store_prefix: prefix of all keys of this run.
         run: path of the run folder.
         device: ``cpu`` or ``cuda:N``.
         backend: ``gloo`` or ``nccl``.
-        generation: number of the world.
+        generation: number of the world in which it begins.
         attempt: number of the run's agent: 0 for the first.
         realtime: whether ranks run in the real-time scheduling class.
+        joins: whether that world is yet to come, and this rank a newcomer.
     """
 
+    member: int
     rank: int
     local_rank: int
     world_size: int
@@ -41,6 +44,7 @@ class RankContext:
     generation: int
     attempt: int
     realtime: bool
+    joins: bool = False
 
     @property
     def folder(self) -> RunFolder:
@@ -64,7 +68,7 @@ class Report:
     Attributes:
         kind: ``ready``; ``broken`` (it cannot fork; ``words`` say why); ``forked``, ``stopped``, ``continued``,
             ``ended`` (of one rank).
-        rank: which rank; -1 for the server itself.
+        member: which rank, by its number in the run; -1 for the server itself.
         pid: its process.
         code: exit code of an ended rank; 0 where a signal ended it.
         signal: the signal that ended or stopped it; 0 for none.
@@ -73,7 +77,7 @@ class Report:
     """
 
     kind: Literal["ready", "broken", "forked", "stopped", "continued", "ended"]
-    rank: int = -1
+    member: int = -1
     pid: int = 0
     code: int = 0
     signal: int = 0

@@ -6,7 +6,7 @@ parent that has run torch in two threads leaves children that hang; and it never
 survives. As the ranks' parent it alone knows for certain which of their process numbers are still theirs: so the agent
 signals ranks through it, and hears of their ends from it.
 
-Orders, one JSON object a packet: ``{"fork": CONTEXT}``, ``{"signal": N, "rank": R}``. When the channel closes, which
+Orders, one JSON object a packet: ``{"fork": CONTEXT}``, ``{"signal": N, "member": M}``. When the channel closes, which
 it does when the agent ends however it ends, every process below the server is killed and the server ends.
 """
 
@@ -40,7 +40,7 @@ class NotForkableError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    rank: int
+    member: int
     words: int  # the reading end of the pipe for its error text
 
 
@@ -83,7 +83,7 @@ class ForkServer:
             self._fork(RankContext(**order["fork"]))  # type: ignore[arg-type]
             return
         for pid, child in self._children.items():
-            if child.rank == order["rank"]:
+            if child.member == order["member"]:
                 _signal_group(pid, int(str(order["signal"])))
 
     def _fork(self, context: RankContext) -> None:
@@ -98,8 +98,8 @@ class ForkServer:
             live(self._entry, context, parent=server, words=words)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
         os.close(words)
-        self._children[pid] = _Child(context.rank, heard)
-        self._tell(Report(kind="forked", rank=context.rank, pid=pid))
+        self._children[pid] = _Child(context.member, heard)
+        self._tell(Report(kind="forked", member=context.member, pid=pid))
 
     def _forget(self, heard: int) -> None:
         """In the child: let go of everything that is the server's."""
@@ -129,7 +129,7 @@ class ForkServer:
                 self._report(child, found)
 
     def _report(self, child: _Child, found: os.waitid_result) -> None:
-        known = {"rank": child.rank, "pid": found.si_pid}
+        known = {"member": child.member, "pid": found.si_pid}
         if found.si_code not in _ENDS:
             continued = found.si_code == os.CLD_CONTINUED
             kind = "continued" if continued else "stopped"

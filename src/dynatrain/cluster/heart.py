@@ -23,12 +23,14 @@ class Beat:
         step: the last step begun.
         phase: what the rank is at: ``start``, ``train``, a phase of a switch, ``end``.
         switch: number of the switch it is in; 0 for none.
+        layout: of its world, as text; empty where it has not said it.
     """
 
     number: int = 0
     step: int = 0
     phase: str = "start"
     switch: int = 0
+    layout: str = ""
 
     def __str__(self) -> str:
         """As in ``phase move of switch 3, step 40``."""
@@ -36,17 +38,28 @@ class Beat:
         return f"phase {self.phase}{inside}, step {self.step}"
 
 
+def beat_key(member: int) -> str:
+    """Where on the run's board a rank beats."""
+    return f"beat/{member}"
+
+
+def read_beat(board: Board, member: int) -> Beat:
+    """A rank's newest beat, whichever node it is on; before its first, one in phase ``start`` with number 0."""
+    text = board.peek(beat_key(member))
+    return Beat() if text is None else Beat(**json.loads(text))
+
+
 class Heart:
     """A rank's heartbeat: a daemon thread, and a beat at once at every change of phase.
 
     Args:
         board: to post on.
-        rank: whose heart.
+        member: whose heart, by its number in the run.
     """
 
-    def __init__(self, board: Board, rank: int) -> None:
+    def __init__(self, board: Board, member: int) -> None:
         self._board = board
-        self._key = f"beat/{rank}"
+        self._key = beat_key(member)
         self._lock = threading.Lock()
         self._now = Beat()
         self._ended = threading.Event()
@@ -54,7 +67,7 @@ class Heart:
         self._post()
         self._thread.start()
 
-    def at(self, *, step: int, phase: str, switch: int = 0) -> None:
+    def at(self, *, step: int, phase: str, switch: int = 0, layout: str = "") -> None:
         """Say what this rank is at.
 
         A change of phase or switch is posted before the call returns, so that the agent knows the phase in which a
@@ -62,7 +75,7 @@ class Heart:
         """
         with self._lock:
             before = self._now
-            self._now = replace(before, step=step, phase=phase, switch=switch)
+            self._now = replace(before, step=step, phase=phase, switch=switch, layout=layout)
         if (before.phase, before.switch) != (phase, switch):
             self._post()
 
@@ -95,34 +108,40 @@ class Pulse:
 
     Args:
         board: to read from.
-        ranks: whose beats.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, board: Board, ranks: Iterable[int], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, board: Board, clock: Callable[[], float] = time.monotonic) -> None:
         self._board = board
         self._clock = clock
-        self._last = dict.fromkeys(ranks, Beat())
-        self._changed = dict.fromkeys(self._last, clock())
+        self._last: dict[int, Beat] = {}
+        self._changed: dict[int, float] = {}
 
-    def restart(self) -> None:
-        """Count silence from now: the ranks have only just begun."""
-        self._changed = dict.fromkeys(self._last, self._clock())
+    def watch(self, members: Iterable[int]) -> None:
+        """Look at these, too; their silence counts from now."""
+        for member in members:
+            self._last[member] = Beat()
+            self._changed[member] = self._clock()
+
+    def forget(self, members: Iterable[int]) -> None:
+        """Look at these no more."""
+        for member in members:
+            self._last.pop(member, None)
+            self._changed.pop(member, None)
 
     def look(self) -> None:
         """Read the newest beats."""
-        for rank, last in self._last.items():
-            text = self._board.peek(f"beat/{rank}")
-            beat = last if text is None else Beat(**json.loads(text))
+        for member, last in self._last.items():
+            beat = read_beat(self._board, member)
             if beat != last:
-                self._last[rank] = beat
-                self._changed[rank] = self._clock()
+                self._last[member] = beat
+                self._changed[member] = self._clock()
 
-    def last(self, rank: int) -> Beat:
+    def last(self, member: int) -> Beat:
         """The newest beat of a rank; before its first, one in phase ``start``."""
-        return self._last[rank]
+        return self._last.get(member, Beat())
 
     def silent(self, seconds: float) -> tuple[int, ...]:
         """The ranks without a new beat for longer than that, as of the last look."""
         now = self._clock()
-        return tuple(rank for rank, changed in self._changed.items() if now - changed > seconds)
+        return tuple(member for member, changed in self._changed.items() if now - changed > seconds)

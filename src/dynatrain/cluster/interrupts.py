@@ -3,10 +3,13 @@
 import os
 import select
 import signal
+import time
 from types import FrameType
 from typing import Protocol, Self
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
+SAME_SECONDS = 1.0
+"""Signals that come within it are one wish: a scheduler may signal all processes, and a launcher pass its own on."""
 
 
 class Readable(Protocol):
@@ -25,10 +28,14 @@ class Interrupts:
     """Records SIGINT and SIGTERM while it is open; a context manager for the main thread.
 
     Recorded and not raised: an exception in the midst of anything would leave ranks behind.
+
+    Attributes:
+        received: the first signal; and, where that was asked for once more, the next.
     """
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self._first = 0.0
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def wait(self, timeout: float, *others: Readable) -> None:
@@ -67,7 +74,11 @@ class Interrupts:
         return 128 + self.received[0]
 
     def _record(self, number: int, _: FrameType | None) -> None:
-        self.received.append(number)
+        now = time.monotonic()
+        if not self.received:
+            self._first = now
+        if not self.received or now - self._first > SAME_SECONDS:
+            self.received.append(number)
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._record) for number in ENDING}

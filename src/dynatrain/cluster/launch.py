@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from dynatrain.cluster.interrupts import Interrupts
-from dynatrain.cluster.place import Device, place_from, share
+from dynatrain.cluster.place import Device, PlaceError, place_from, share
 from dynatrain.cluster.spawner import Spawner
 from dynatrain.observe.mark import MARK, AgentMark, Lease, MarkError
 from dynatrain.observe.requests import Inbox
@@ -20,6 +20,11 @@ from dynatrain.observe.run import RunFolder
 _LOG = logging.getLogger(__name__)
 
 LIVENESS_SECONDS = 30.0
+LEAVE_SECONDS = 10.0
+TORCHRUN_SECONDS = 30.0
+"""torchrun's ``shutdown_timeout``: from the signal that it passes on to SIGKILL."""
+Resize = Callable[[str, int, str], str]
+"""``(present layout, size, named layout or "") -> layout``; see :class:`~dynatrain.cluster.meeting.Job`."""
 
 
 def announce_on_stderr(line: str) -> None:
@@ -36,6 +41,9 @@ def run_agent(
     *,
     liveness_seconds: float = LIVENESS_SECONDS,
     grace_seconds: float = 0.0,
+    leave_seconds: float = LEAVE_SECONDS,
+    layout: str = "",
+    resize: Resize | None = None,
     take_over: bool = False,
     asked: AbstractContextManager[None] | None = None,
     announce: Callable[[str], None] = announce_on_stderr,
@@ -53,6 +61,9 @@ def run_agent(
         device: ``auto``, ``cpu`` or ``cuda``.
         liveness_seconds: a rank without a sign of life for longer is lost.
         grace_seconds: time after SIGTERM in which ranks may still save.
+        leave_seconds: time for ranks that have left the world to end by themselves; then they are killed.
+        layout: of the ranks, as text.
+        resize: see :class:`~dynatrain.cluster.meeting.Job`; None where ranks do not come and go.
         take_over: as in :meth:`~dynatrain.observe.run.RunFolder.claim`.
         asked: entered as soon as the run is claimed, left when it has ended, with the error where it could not begin.
         announce: takes lines for people.
@@ -69,7 +80,13 @@ def run_agent(
     # would hold up each connection for 10 s; the answer is for torch's log only, and so may well be missing.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     place = place_from(os.environ)
-    share(world_size, place)
+    if place.node == 0:  # whose number of ranks counts
+        share(world_size, place)
+    if not place.hosts_store and grace_seconds > TORCHRUN_SECONDS:
+        announce(
+            f"save.grace_seconds = {grace_seconds:g}, but torchrun kills what is left {TORCHRUN_SECONDS:g} s after "
+            f"SIGTERM. Nearest: {TORCHRUN_SECONDS:g}."
+        )
     mark = run.claim(take_over=take_over) if place.node == 0 else None
     lease = Lease(run.path, mark) if mark is not None else None
     code = 1
@@ -87,9 +104,12 @@ def run_agent(
                 lease=lease,
                 place=place,
                 world_size=world_size,
+                layout=layout,
+                resize=resize or _no_other_size,
                 device=device,
                 liveness_seconds=liveness_seconds,
                 grace_seconds=grace_seconds,
+                leave_seconds=leave_seconds,
                 announce=announce,
             )
             code = drive(job, spawner, interrupts)
@@ -111,3 +131,7 @@ def _release(run: RunFolder, mark: AgentMark, code: int) -> None:
         run.release(mark, code)
     except (OSError, MarkError) as error:
         _LOG.warning("%s does not say how the run has ended (code %d): %s", run.path / MARK, code, error)
+
+
+def _no_other_size(_layout: str, _size: int, _named: str) -> str:
+    raise PlaceError("this run cannot change its size: whoever started it named no way to choose a layout")

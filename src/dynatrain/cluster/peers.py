@@ -1,9 +1,9 @@
-"""What the agents of the other nodes say of themselves, and what follows for this one."""
+"""What the agents of a run say of themselves, and what follows for this one."""
 
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from dynatrain.cluster.board import Board
@@ -19,45 +19,58 @@ class Status:
         state: ``running``; ``stopping`` (asked to by ``signal``); ``failed`` (``reason``); ``done``.
         signal: why it stops.
         reason: why it failed.
+        code: how its ranks have ended.
+        living: members whose processes live on its node.
+        heard: the crossing and the stage that it has acted on (``Summons.mark``).
+        lost: newcomers of its node that cannot take part, in words.
     """
 
     number: int = 0
     state: Literal["running", "stopping", "failed", "done"] = "running"
     signal: int = 0
     reason: str = ""
+    code: int = 0
+    living: tuple[int, ...] = ()
+    heard: str = ""
+    lost: str = ""
 
 
 class Peers:
-    """The other agents of the run; none when there is one node.
+    """The other agents of the run, none when there is one node, and what this one says to them.
 
     Args:
         board: to post on and read from.
         place: this agent's place.
         clock: seconds, monotonic.
+
+    Attributes:
+        said: what this agent has said last.
     """
 
     def __init__(self, board: Board, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
         self._board = board
         self._node = place.node
         self._clock = clock
-        self._number = 0
+        self.said = Status()
         self._seen = {n: Status() for n in range(place.nodes) if n != place.node}
         self._changed = dict.fromkeys(self._seen, clock())
 
-    def say(
-        self, state: Literal["running", "stopping", "failed", "done"], *, signal: int = 0, reason: str = ""
-    ) -> None:
-        """Tell the others how this agent is."""
+    def say(self, status: Status) -> None:
+        """Tell the others how this agent is; its number is set here."""
+        self.said = replace(status, number=self.said.number + 1)
         if self._seen:
-            self._number += 1
-            status = Status(number=self._number, state=state, signal=signal, reason=reason)
-            self._board.post(f"agent/{self._node}", json.dumps(asdict(status)))
+            self._board.post(f"agent/{self._node}", json.dumps(asdict(self.said)))
+
+    @property
+    def everyone(self) -> dict[int, Status]:
+        """What all agents have said last, by node."""
+        return {self._node: self.said, **self._seen}
 
     def look(self) -> None:
         """Read what the others say."""
         for node, seen in self._seen.items():
             text = self._board.peek(f"agent/{node}")
-            status = seen if text is None else Status(**json.loads(text))
+            status = seen if text is None else _read(text)
             if status != seen:
                 self._seen[node] = status
                 self._changed[node] = self._clock()
@@ -83,3 +96,13 @@ class Peers:
     def any_done(self) -> bool:
         """Whether all ranks of some other node have ended well."""
         return any(status.state == "done" for status in self._seen.values())
+
+    @property
+    def code(self) -> int:
+        """The exit code of the other nodes' ranks, where those have ended well."""
+        return max((status.code for status in self._seen.values() if status.state == "done"), default=0)
+
+
+def _read(text: str) -> Status:
+    found = json.loads(text)
+    return Status(**{**found, "living": tuple(found["living"])})

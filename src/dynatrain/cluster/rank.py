@@ -77,7 +77,7 @@ def _settle(context: RankContext, parent: int) -> None:
 
 
 def _print_to(context: RankContext) -> None:
-    log = os.open(context.folder.log(context.rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    log = os.open(context.folder.log(context.member), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)

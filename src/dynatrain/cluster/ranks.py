@@ -1,4 +1,4 @@
-"""An agent's own ranks: which live, which are halted, how each ended."""
+"""An agent's own ranks, by their numbers in the run: which live, which are halted, how each ended."""
 
 import signal
 from collections.abc import Iterable
@@ -9,53 +9,57 @@ from dynatrain.cluster.spawner import Spawner
 
 
 class Ranks:
-    """The ranks that this agent has forked.
+    """The ranks that this agent has forked, ever.
 
     Args:
         spawner: the fork server.
-        contexts: one for each rank.
     """
 
-    def __init__(self, spawner: Spawner, contexts: Iterable[RankContext]) -> None:
+    def __init__(self, spawner: Spawner) -> None:
         self._spawner = spawner
-        self._contexts = {context.rank: context for context in contexts}
+        self._forked: list[int] = []
         self.pids: dict[int, int] = {}
         self.halted: set[int] = set()
         self.ends: dict[int, Report] = {}
 
-    def fork(self) -> None:
-        """Start all."""
-        for context in self._contexts.values():
+    def fork(self, contexts: Iterable[RankContext]) -> None:
+        """Start some."""
+        for context in contexts:
+            self._forked.append(context.member)
             self._spawner.fork(context)
 
     def note(self, report: Report) -> None:
         """Take in what the fork server says of one of them."""
         if report.kind == "forked":
-            self.pids[report.rank] = report.pid
+            self.pids[report.member] = report.pid
         elif report.kind == "stopped":
-            self.halted.add(report.rank)
+            self.halted.add(report.member)
         elif report.kind == "continued":
-            self.halted.discard(report.rank)
+            self.halted.discard(report.member)
         elif report.kind == "ended":
-            self.halted.discard(report.rank)
-            self.ends[report.rank] = report
+            self.halted.discard(report.member)
+            self.ends[report.member] = report
+
+    def __contains__(self, member: int) -> bool:
+        """Whether this agent has forked it."""
+        return member in self._forked
 
     @property
     def living(self) -> tuple[int, ...]:
         """Ranks that have not ended."""
-        return tuple(rank for rank in self._contexts if rank not in self.ends)
+        return tuple(member for member in self._forked if member not in self.ends)
 
     @property
     def all_forked(self) -> bool:
         """Whether every rank has a process, or had one."""
-        return len(self.pids) == len(self._contexts)
+        return len(self.pids) == len(self._forked)
 
     def print_stacks(self) -> None:
         """Have every living rank print what it is at to its log."""
-        for rank in self.living:
-            self._spawner.signal(rank, STACKS)
+        for member in self.living:
+            self._spawner.signal(member, STACKS)
 
-    def kill(self) -> None:
-        """Kill every living rank with its helpers."""
-        for rank in self.living:
-            self._spawner.signal(rank, signal.SIGKILL)
+    def kill(self, members: Iterable[int]) -> None:
+        """Kill ranks with their helpers; nothing where they have ended."""
+        for member in members:
+            self._spawner.signal(member, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A rank's seat in its world: what it needs to take part, and the sign that it does."""
+"""A rank's seat in its run: what it needs to take part, and the sign that it does."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ from dynatrain.cluster.board import Board
 from dynatrain.cluster.context import RankContext
 from dynatrain.cluster.heart import Heart
 from dynatrain.cluster.store import rank_stores
+from dynatrain.cluster.worlds import Worlds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,13 +19,15 @@ class Seat:
 
     Attributes:
         context: its place.
-        board: where it agrees with the others.
+        board: the run's, for requests and their answers.
+        worlds: where it agrees with the others of its world, and of the next.
         heart: where it says what it is at.
-        store: for its process groups; never used by the board.
+        store: for its process groups; never used by a board.
     """
 
     context: RankContext
     board: Board
+    worlds: Worlds
     heart: Heart
     store: Store
 
@@ -34,9 +37,18 @@ def take_seat(context: RankContext) -> Iterator[Seat]:
     """Take part: connect, and begin to beat.
 
     The first thing a rank does: one that has not sat down when the agent's patience ends counts as silent. Its entry
-    function returns only when all ranks are through: the agent takes a rank that ends well before the others for lost.
+    function returns only when all ranks are through, unless it has left their world: the agent takes a rank that ends
+    well before the others for lost.
     """
-    shared, groups = rank_stores(context)
-    board = Board(shared, context.world_size)
-    with Heart(board, context.rank) as heart:
-        yield Seat(context=context, board=board, heart=heart, store=groups)
+    run, groups = rank_stores(context)
+    worlds = Worlds(
+        run=run,
+        groups=groups,
+        member=context.member,
+        rank=context.rank,
+        world_size=context.world_size,
+        generation=context.generation,
+        joins=context.joins,
+    )
+    with Heart(worlds.requests, context.member) as heart:
+        yield Seat(context=context, board=worlds.requests, worlds=worlds, heart=heart, store=groups)

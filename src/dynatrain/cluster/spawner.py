@@ -66,9 +66,9 @@ class Spawner:
         """Start a rank."""
         self._order({"fork": asdict(context)})
 
-    def signal(self, rank: int, number: int) -> None:
+    def signal(self, member: int, number: int) -> None:
         """Signal a rank and its helpers; nothing where it has ended."""
-        self._order({"signal": number, "rank": rank})
+        self._order({"signal": number, "member": member})
 
     def receive(self) -> list[Report]:
         """What has come since the last call, oldest first.

@@ -32,9 +32,9 @@ def join_store(host: str, port: int) -> TCPStore:
     return TCPStore(host, port, is_master=False, timeout=_TIMEOUT, wait_for_workers=False)
 
 
-def prefix(nonce: str, generation: int) -> str:
-    """What every key of one world of one run begins with."""
-    return f"dynatrain/{nonce}/{generation}"
+def prefix(nonce: str) -> str:
+    """What every key of one run begins with."""
+    return f"dynatrain/{nonce}"
 
 
 def rank_stores(context: RankContext) -> tuple[Store, Store]:

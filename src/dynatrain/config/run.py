@@ -23,10 +23,18 @@ class Section(BaseModel):
 
 
 class World(Section):
-    """The processes that train."""
+    """The processes that train, and how many there may be."""
 
     size: Ranks | None = None
-    """Ranks; by default as many as the layout has."""
+    """Ranks at the start; by default as many as the layout has."""
+    min: Ranks = 1
+    """Fewest ranks that the run may be scaled to."""
+    max: WholeNumber = 0
+    """Most ranks; 0 for as many as there are places."""
+    sizes: tuple[Ranks, ...] = ()
+    """The only numbers of ranks; empty for any."""
+    step: Ranks = 1
+    """What every number of ranks is a multiple of, for example the devices of a node."""
 
 
 class Model(Section):

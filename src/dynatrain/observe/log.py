@@ -1,14 +1,19 @@
 """What happened, one JSON object a line, for people and programs.
 
 Every line has ``time`` (seconds since 1970), ``kind``, ``generation`` (of the world), ``attempt`` (of the run: 0 for
-its first agent) and the fields of its kind. The kinds of ``events.jsonl``:
+its first agent) and the fields of its kind. ``member`` is a rank's number in the run, never used again; ``rank`` its
+place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
 
 ==================  =========================================================================================
 ``agent_started``   ``pid, node, nodes, host, world_size, device, backend, realtime, note``
 ``ranks_started``   ``ranks, pids, seconds {server, fork}``: start to ready, then to all local ranks forked
-``rank_stopped``    ``rank, pid, signal``: halted by a signal, for example SIGSTOP; not an end yet
-``rank_continued``  ``rank, pid``
-``rank_ended``      ``rank, pid, code, signal, by_agent, error, step, phase, switch``: each end, also a good one
+``rank_stopped``    ``rank, member, pid, signal``: halted by a signal, for example SIGSTOP; not an end yet
+``rank_continued``  ``rank, member, pid``
+``rank_ended``      ``rank, member, pid, code, signal, by_agent, error, step, phase, switch``: each end, also a good one
+``crossing``        ``id, world, stage, members, newcomers, leavers, layout, reason``: the way to the world of that
+                    number, a line for each stage: ``coming``, ``asked``, then ``done`` or ``undone``
+``newcomer``        ``rank, member, pid``: forked for a world to come
+``overdue``         ``member, pid, seconds``: a leaver that had not ended in time and was killed
 ``request``         ``id, verb, arguments, by``: taken from the run folder
 ``answer``          ``id, outcome, message, switch``
 ``signal``          ``signal, node``: the agent was asked to end
@@ -16,6 +21,7 @@ its first agent) and the fields of its kind. The kinds of ``events.jsonl``:
 ``agent_ended``     ``exit, seconds``: nothing of the run is left on this node
 ``save``            ``step, outcome, message``: a checkpoint is complete, or could not be made
 ``load``            ``step, checkpoint, layout``: the run went on from there
+``not_admitted``    ``member, reason``: a newcomer whose crossing was given up; its process ends with code 0
 ``switch``          ``switch, phase, ...``: one line for each phase of a switch, then one with its outcome
 ==================  =========================================================================================
 
@@ -31,7 +37,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from dynatrain.observe.fields import count, number, text
+from dynatrain.observe.fields import Rule, count, number, problems_of, text
 from dynatrain.observe.objects import ObjectError, parse_object
 
 _LOG = logging.getLogger(__name__)
@@ -48,8 +54,12 @@ KINDS = frozenset(
         "signal",
         "run_failed",
         "agent_ended",
+        "crossing",
+        "newcomer",
+        "overdue",
         "save",
         "load",
+        "not_admitted",
         "switch",
         "step",
         "validation",
@@ -57,12 +67,14 @@ KINDS = frozenset(
 )
 """All kinds of lines; the table above says what each tells."""
 
-_NEEDED = {"time": number, "kind": text}
-_NEEDED_OF = {
+_NEEDED: dict[str, Rule] = {"time": number, "kind": text}
+_NEEDED_OF: dict[str, dict[str, Rule]] = {
     "step": {"step": count, "loss": number, "tokens_per_second": number, "seconds": number, "layout": text},
     "validation": {"step": count, "loss": number, "samples": count},
     "switch": {"switch": count, "phase": text},
     "save": {"step": count, "outcome": text},
+    "agent_started": {"world_size": count, "nodes": count},
+    "crossing": {"world": count, "stage": text, "members": [count], "layout": text},
 }
 """What readers of a line, and of one of a kind, rely on."""
 
@@ -86,6 +98,10 @@ class Log:
         size = os.fstat(self._handle).st_size
         # Whether a writer was killed within its line, or the disk took a part of it: the next must not be glued to it.
         self._torn = bool(size and os.pread(self._handle, 1, size - 1) != b"\n")
+
+    def enter(self, generation: int) -> None:
+        """From here on lines are of another world."""
+        self._stamp["generation"] = generation
 
     def write(self, kind: str, **fields: object) -> None:
         """Append one line.
@@ -157,7 +173,7 @@ class Tail:
             record = parse_object(line)
             kind = record.get("kind")
             needed = _NEEDED | (_NEEDED_OF.get(kind, {}) if isinstance(kind, str) else {})
-            if all(rule(record.get(key)) for key, rule in needed.items()):
+            if not any(problems_of(key, record.get(key), rule) for key, rule in needed.items()):
                 return record
         self.torn += 1
         return None

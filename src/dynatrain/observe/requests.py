@@ -10,10 +10,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from dynatrain.observe.atomic import create_atomically, write_atomically
 from dynatrain.observe.fields import Rule, count, one_of, problems_of
@@ -24,15 +24,19 @@ _LOG = logging.getLogger(__name__)
 
 _LONGEST_ID = 100
 
-ARGUMENTS: Mapping[str, frozenset[str]] = {
-    "switch": frozenset({"layout", "mode"}),
-    "save": frozenset(),
-    "stop": frozenset(),
+ARGUMENTS: Mapping[str, Mapping[str, str]] = {
+    "switch": {"layout": "a text", "mode": "a text"},
+    "scale": {"size": "a number from 1", "layout": "a text", "leave": "a list of ranks", "mode": "a text"},
+    "save": {},
+    "stop": {},
 }
-"""The verbs, and the arguments that each knows."""
+"""The verbs; the arguments that each knows, and what they are."""
 
-NEEDED: Mapping[str, frozenset[str]] = {"switch": frozenset({"layout"}), "save": frozenset(), "stop": frozenset()}
-"""The arguments that a verb cannot do without."""
+NEEDED: Mapping[str, tuple[frozenset[str], ...]] = {
+    "switch": (frozenset({"layout"}),),
+    "scale": (frozenset({"size", "layout", "leave"}),),
+}
+"""The arguments that a verb cannot do without: one of each set."""
 
 Outcome = Literal["done", "unchanged", "refused", "aborted", "failed"]
 
@@ -53,6 +57,17 @@ def new_id() -> str:
     return f"{time.time_ns()}-{os.getpid()}"
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_IS: Mapping[str, Callable[[Any], bool]] = {
+    "a text": lambda value: isinstance(value, str),
+    "a number from 1": lambda value: _is_number(value) and value >= 1,
+    "a list of ranks": lambda value: isinstance(value, list) and all(_is_number(one) and one >= 0 for one in value),
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One wish.
@@ -60,14 +75,15 @@ class Request:
     Attributes:
         id: names the request for good; the same id again is the same request.
         verb: what to do: a key of :data:`ARGUMENTS`.
-        arguments: of the verb, for example ``{"layout": "fsdp4"}``.
+        arguments: of the verb, for example ``{"layout": "fsdp4"}``. Of ``scale``: ``size``, how many ranks there are to
+            be; ``layout``, in which; ``leave``, which ranks leave, by their present numbers.
         by: who asks: ``cli``, ``schedule``, ``SIGINT``.
         deadline: seconds since 1970 after which it is no longer wanted; None for never.
     """
 
     id: str
     verb: str
-    arguments: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     by: str = "cli"
     deadline: float | None = None
 
@@ -84,13 +100,7 @@ class Request:
         if self.verb not in ARGUMENTS:
             problems.append(f"verb {self.verb!r}: one of {', '.join(sorted(ARGUMENTS))}")
         else:
-            given = set(self.arguments)
-            problems += [f"{self.verb} needs {name!r}" for name in sorted(NEEDED[self.verb] - given)]
-            known = ", ".join(sorted(ARGUMENTS[self.verb])) or "nothing"
-            problems += [
-                f"{self.verb} knows no {name!r}; it takes {known}" for name in sorted(given - ARGUMENTS[self.verb])
-            ]
-        problems += [f"{k}: {v!r} is not text" for k, v in self.arguments.items() if not isinstance(v, str)]
+            problems += self._argument_problems()
         if self.deadline is not None and not math.isfinite(self.deadline):
             problems.append(f"deadline {self.deadline}: seconds since 1970, or None for never")
         mode = self.arguments.get("mode", MODES[0])
@@ -98,6 +108,17 @@ class Request:
             problems.append(problem)
         if problems:
             raise RequestError("Bad request: " + "; ".join(problems) + ".")
+
+    def _argument_problems(self) -> Iterator[str]:
+        known, given = ARGUMENTS[self.verb], set(self.arguments)
+        for names in NEEDED.get(self.verb, ()):
+            if not names & given:
+                yield f"{self.verb} needs {' or '.join(map(repr, sorted(names)))}"
+        for name in sorted(given - known.keys()):
+            yield f"{self.verb} knows no {name!r}; it takes {', '.join(sorted(known)) or 'nothing'}"
+        for name in sorted(given & known.keys()):
+            if not _IS[known[name]](self.arguments[name]):
+                yield f"{name}: {self.arguments[name]!r} is not {known[name]}"
 
     def to_json(self) -> str:
         """The record as text; :meth:`from_json` reads it."""

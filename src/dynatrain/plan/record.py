@@ -201,9 +201,13 @@ def own_layout(layout: Layout, members: tuple[int, ...]) -> Layout:
 
 
 def _tensor(found: Mapping[str, Any]) -> RecordedTensor:
-    """A tensor from its JSON, where lists stand for tuples."""
-    fields = found["tensor"]
-    tensor = Tensor(
+    old, new = (placement_of(found[side]) for side in ("old", "new"))
+    return RecordedTensor(tensor=tensor_of(found["tensor"]), old=old, new=new, adoptable=found["adoptable"])
+
+
+def tensor_of(fields: Mapping[str, Any]) -> Tensor:
+    """A tensor from what JSON made of its fields: lists stand for tuples."""
+    return Tensor(
         name=fields["name"],
         shape=tuple(fields["shape"]),
         cuts=_pairs(fields["cuts"]),
@@ -212,11 +216,10 @@ def _tensor(found: Mapping[str, Any]) -> RecordedTensor:
         unit=fields["unit"],
         within=fields["within"],
     )
-    old, new = (_placement(found[side]) for side in ("old", "new"))
-    return RecordedTensor(tensor=tensor, old=old, new=new, adoptable=found["adoptable"])
 
 
-def _placement(found: Mapping[str, Any]) -> Placement:
+def placement_of(found: Mapping[str, Any]) -> Placement:
+    """A placement from what JSON made of its fields."""
     spans = tuple((start, stop, local, room) for start, stop, local, room in found["spans"])
     return Placement(_pairs(found["cuts"]), tuple(found["stages"]), spans, found["along"])
 

@@ -17,6 +17,7 @@ from dynatrain.layout.layout import Layout
 from dynatrain.layout.legality import check, nearest
 from dynatrain.layout.nearest import divisors
 from dynatrain.layout.resolve import resolve
+from dynatrain.layout.sizes import Sizes
 from dynatrain.layout.text import parse_layout, print_layout, short_layout
 from dynatrain.observe.paths import user_path
 from dynatrain.space.decoder import DecoderShape
@@ -47,14 +48,23 @@ class CheckedRun:
     layout: Layout
     switches: tuple[tuple[int, Layout], ...]
 
-    def legal(self, layout: Layout) -> Layout:
+    def legal(self, layout: Layout, world_size: int = 0) -> Layout:
         """``layout`` as this run can have it, its pipeline split resolved.
+
+        Args:
+            layout: of all ranks of a world.
+            world_size: of that world; 0 for the one that the configuration asks for.
 
         Raises:
             LayoutError: every rule that it breaks, and the nearest legal layouts.
         """
-        check(layout, self.shape.limits(), world_size=self.layout.world_size, **_given(self.config))
+        check(layout, self.shape.limits(), world_size=world_size or self.layout.world_size, **self.given)
         return resolve(layout, self.shape.num_hidden_layers)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What this run, its model and its world apart, says to the rules of layouts, as their arguments."""
+        return _given(self.config)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -77,7 +87,7 @@ def check_run(config: RunConfig) -> CheckedRun:
         ConfigError: with everything that is wrong, the rule and the nearest legal choice each.
     """
     problems = [*_batch_problems(config), *_schedule_problems(config), *_validation_problems(config)]
-    problems += [*_blocks_problems(config), *_text_problems(config)]
+    problems += [*_blocks_problems(config), *_text_problems(config), *sizes_of(config).contradictions()]
     shape = _shape(config, problems)
     texts = {"layout": config.layout}
     texts |= {f"switch.{i}.layout": switch.layout for i, switch in enumerate(config.switch)}
@@ -87,6 +97,8 @@ def check_run(config: RunConfig) -> CheckedRun:
         problems += _data_problems(config, shape)
         for key, layout in parsed.items():
             problems += _layout_problems(key, layout, shape, config, world_size)
+    if not problems and world_size and (problem := sizes_of(config).problem(world_size)):
+        problems.append(f"world.size: {problem}")
     if problems or shape is None:
         raise ConfigError("the run cannot start as configured", tuple(problems))
     layouts = [resolve(layout, shape.num_hidden_layers) for layout in parsed.values()]
@@ -96,6 +108,12 @@ def check_run(config: RunConfig) -> CheckedRun:
         layout=layouts[0],
         switches=tuple((switch.step, layout) for switch, layout in zip(config.switch, layouts[1:], strict=True)),
     )
+
+
+def sizes_of(config: RunConfig) -> Sizes:
+    """How many ranks a run may have."""
+    world = config.world
+    return Sizes(min=world.min, max=world.max or None, sizes=world.sizes, step=world.step)
 
 
 def _shape(config: RunConfig, problems: list[str]) -> DecoderShape | None:

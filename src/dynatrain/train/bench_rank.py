@@ -149,7 +149,7 @@ class Bench:
             store=store,
             recorder=self._books,  # type: ignore[arg-type]
             data_parallel="free",
-            legal=lambda text: resolve(parse_layout(text), shape.num_hidden_layers),
+            legal=lambda text, _: resolve(parse_layout(text), shape.num_hidden_layers),
         )
         self._party = self._switcher._party  # noqa: SLF001 - the bench looks behind the face it measures
         self._edges = self._switcher.steps(until=1 << 40)
@@ -238,7 +238,8 @@ class Bench:
 
     def _other(self, case: Case, method: str) -> Sample:
         old = self._switcher.world
-        new = make_world(self._party, self._party.groups, self._switcher._read(case[1]), on_meta=True)  # noqa: SLF001
+        layout = self._switcher._read(case[1], self._party.world_size)  # noqa: SLF001
+        new = make_world(self._party, self._party.groups, layout, on_meta=True)
         source = _held(old)
         sample = Sample(case=case, method=method)
         without_state = self._without_state()

@@ -42,9 +42,9 @@ class Blueprint:
         part: this rank's moves and the rounds.
         plan_hash: agreed by senders and receivers of all ranks.
         peak: predicted bytes of pieces by rank.
-        coverage: by kind of state, over all ranks; on rank 0, empty elsewhere.
-        summary: bytes by rank and the floor; on rank 0, None elsewhere.
-        record: what is written down of it; on rank 0, None elsewhere.
+        coverage: by kind of state, over all ranks; where the whole plan was drawn, empty elsewhere.
+        summary: bytes by rank and the floor; likewise, None elsewhere.
+        record: what is written down of it; likewise, None elsewhere.
     """
 
     part: RankPlan
@@ -55,8 +55,19 @@ class Blueprint:
     record: PlanRecord | None
 
 
-def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Blueprint:
+def draw(
+    party: Party, mode: str, old: World, new: World, topic: str, *, members: tuple[int, ...] = (), whole: bool
+) -> Blueprint:
     """Plan the switch, judge it, and agree with all ranks that both ends of every move are planned alike.
+
+    Args:
+        party: this rank.
+        mode: ``keep``, ``tight`` or ``auto``.
+        old: the world that trains.
+        new: the world to come.
+        topic: of the questions; never used before.
+        members: of a crossing, the holder of each new rank.
+        whole: whether this rank is to know the whole plan: rank 0 at least.
 
     Raises:
         SwitchAbortedError: no order of hand-overs fits, the judge refuses, or the ranks' plans differ.
@@ -67,7 +78,7 @@ def draw(party: Party, mode: str, old: World, new: World, topic: str) -> Bluepri
     blueprint, hashes, objection = None, None, None
     schedule, budget = _agree_on_rounds(party, mode, old, new, free, f"{topic}/rounds")
     try:
-        blueprint, hashes = _draw_own(party, old, new, schedule, budget)
+        blueprint, hashes = _draw_own(party, old, new, schedule, budget, members if whole else None)
     except Exception as problem:  # noqa: BLE001 - told to all ranks
         objection = objection_of(problem)
     told = exchange(
@@ -112,9 +123,16 @@ def _table(old: World, new: World) -> Storage:
 
 
 def _draw_own(
-    party: Party, old: World, new: World, schedule: Schedule, budget: int | None
+    party: Party,
+    old: World,
+    new: World,
+    schedule: Schedule,
+    budget: int | None,
+    members: tuple[int, ...] | None,
 ) -> tuple[Blueprint, list[int]]:
     """This rank's blueprint, and its part of the hashes of all sends and all receives.
+
+    The whole plan is drawn where ``members`` are given: see :func:`draw`.
 
     Raises:
         PlanError: the judge refuses.
@@ -129,18 +147,19 @@ def _draw_own(
     )
     verdict = judge_rank(catalogue, before, after, part, budget_bytes=budget)
     problems, coverage, summary, record = list(verdict.problems), verdict.coverage, None, None
-    if party.rank == 0:
-        whole = whole_plan(catalogue, before, after, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable)
-        all_ranks = judge_whole(catalogue, before, after, whole, budget_bytes=budget)
+    if members is not None:
+        every = whole_plan(catalogue, before, after, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable)
+        all_ranks = judge_whole(catalogue, before, after, every, budget_bytes=budget)
         problems += all_ranks.problems
         coverage = all_ranks.coverage
-        summary = summarise(catalogue, before, after, whole, table, ranks_per_node=party.ranks_per_node)
+        summary = summarise(catalogue, before, after, every, table, ranks_per_node=party.ranks_per_node)
         record = record_of(
             catalogue,
             before,
             after,
-            whole,
+            every,
             summary,
+            members=members,
             budget_bytes=0 if budget is None else budget + STAGING_BYTES,
             round_bytes=party.round_bytes,
             ranks_per_node=party.ranks_per_node,
@@ -165,7 +184,7 @@ def may_adopt(old: World, after: Ownership) -> Callable[[int], bool]:
 
     def written(index: int) -> bool:
         kinds = [state.name for state in old.catalogue[index].states]
-        return "buffer" in kinds or any(kind.partition(".")[0] in old.objects for kind in kinds)
+        return "buffer" in kinds or any(kind in old.forms for kind in kinds)
 
     return lambda index: equal(index) and not written(index) and not after.placements[old.catalogue[index].name].spans
 

@@ -22,16 +22,13 @@ class Channel:
         party: the rank's means.
         number: of the switch.
         seconds: how long each phase took on this rank.
-        groups: process groups of the switch; the party's own once it is committed.
+        groups: process groups of the switch.
     """
 
     party: Party
     number: int
+    groups: GroupPool
     seconds: dict[str, float] = field(default_factory=dict)
-    groups: GroupPool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.groups = self.party.groups.draft(self.number, self.party.deadline)
 
     def ask(
         self, what: str, payload: Any, objection: Objection | None = None, seconds: float | None = None
@@ -47,9 +44,16 @@ class Channel:
         Raises:
             SwitchAbortedError: a rank objected or was late.
         """
-        party, topic, wait = self.party, f"s{self.number}/{what}", seconds or self.party.deadline
-        told = exchange(party.board, topic, party.rank, payload=payload, objection=objection, timeout=wait)
+        party, wait = self.party, seconds or self.party.deadline
+        told = exchange(party.board, self._topic(what), party.rank, payload=payload, objection=objection, timeout=wait)
         return told.in_order()
+
+    def decided(self, what: str) -> bool:
+        """Whether a question has its answer, from all or by an abort, this rank's word apart."""
+        return self.party.board.decided(self._topic(what)) is not None
+
+    def _topic(self, what: str) -> str:
+        return f"s{self.number}/{what}"
 
     def at(self, event: str, number: int = -1) -> None:
         """Tell the hook where this rank is."""

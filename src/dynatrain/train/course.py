@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 
+from dynatrain.cluster.worlds import forget_others
 from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
+from dynatrain.train.announcement import NotAdmittedError, announcement
 from dynatrain.train.attempt import Attempt
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
+from dynatrain.train.passage import passage
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saver
 from dynatrain.train.start import Start
@@ -23,6 +26,8 @@ from dynatrain.train.turns import Turns
 from dynatrain.train.world import World
 
 _LOG = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.005
 
 
 class Course:
@@ -40,6 +45,7 @@ class Course:
     Attributes:
         world: the present one.
         stopped: whether the job was asked to stop, and has.
+        left: whether the run goes on without this rank.
         doomed: why the step under way is taken back; empty where it is not.
         pause: micro-batches of the step under way after which a switch is due; 0 for none.
         done: micro-batches that the step under way has behind it when it begins: it comes again from the place of a
@@ -74,6 +80,7 @@ class Course:
         self._step_ended = time.perf_counter()
         self.world = world
         self.stopped = False
+        self.left = False
         self.doomed = ""
         self.pause = 0
         self.done = 0
@@ -148,10 +155,23 @@ class Course:
             return
         if self._recorder and order.verb != "save":
             self._recorder.announced(order, self._step)
-        if order.verb == "switch":
-            self._attempt = Attempt(self._party, order, self._read(order.layout), self.world)
-            self._attempt.start()
-        self._start = Start(self._party, order, self._attempt, lambda: order.verb == "save" and self._saver.busy)
+        if order.switches:
+            self._attempt = self._prepare(order)
+        # A save asks its questions under the ranks' present numbers, and one at a time.
+        waits = order.verb in {"save", "scale"}
+        self._start = Start(self._party, order, self._attempt, lambda: waits and self._saver.busy)
+
+    def _prepare(self, order: Order) -> Attempt:
+        """Begin to prepare a switch beside training."""
+        way = passage(self._party, order)
+        if way.crossing is not None and self._party.rank == 0:
+            assert self._party.worlds is not None
+            forget_others(self._party.worlds.run, self._party.generation, way.crossing.generation)
+            announcement(self._party, order, self.world).put_up(way.party.board)
+        target = self._read(order.layout, len(order.members) or self._party.world_size)
+        attempt = Attempt(way=way, order=order, target=target, old=self.world)
+        attempt.start()
+        return attempt
 
     def _advance(self, order: Order) -> None:
         """Tell the others when this rank can begin; begin where all agreed to."""
@@ -161,7 +181,7 @@ class Course:
         # Gradients themselves would not tell: FSDP2 may hold them back, and a rank with frozen parameters has none.
         if go is None or (go.edge >= 0 and (go.edge > self._edge or self.world.forwards.seen)):
             return
-        self._party.board.done_with(order.turn)
+        self._start.done()
         self._order = None
         if self._attempt is not None and go.edge < 0:
             self._give_up(self._attempt, go.reason)
@@ -207,7 +227,7 @@ class Course:
     def _begin(self, attempt: Attempt) -> None:
         self._saver.before_a_write()
         try:
-            attempt.move()
+            attempt.move(self._step, self._turns.books())
         except SwitchAbortedError as abort:
             self._finish(attempt, "aborted", str(abort))
             return
@@ -216,10 +236,44 @@ class Course:
             raise
         assert attempt.new is not None
         self._before, self.world = self.world, attempt.new
-        self._wrap_optimizer(self.world)
+        if not attempt.way.comes:  # whose world this is already
+            self._wrap_optimizer(self.world)
         attempt.seconds["stall"] = time.perf_counter() - self._step_ended
         self._settling = True
         attempt.start_check()
+        if attempt.way.crossing is not None:
+            self._settle()
+            if self.doomed:
+                self._take_back()
+
+    def arrive(self, attempt: Attempt) -> int:
+        """A newcomer's first edge: prepare, wait for the old ranks, and take part.
+
+        Returns:
+            The next step.
+
+        Raises:
+            NotAdmittedError: the crossing was given up.
+        """
+        attempt.start()
+        way, board = attempt.way, attempt.party.board
+        assert way.crossing is not None
+        generation, told = way.crossing.generation, False
+        while (go := board.go_edge(generation)) is None:
+            if attempt.prepared and not told:
+                told = True
+                if not attempt.problem:
+                    way.say_warm()
+            time.sleep(_POLL_SECONDS)
+        if go.edge < 0:
+            attempt.give_up()
+            raise NotAdmittedError(go.reason)
+        attempt.await_edge()
+        self._step_ended = time.perf_counter()
+        self._edge = go.edge - 1  # the same edge comes again, at which the old ranks are
+        self._attempt = attempt
+        self._begin(attempt)
+        return attempt.step
 
     # The end of a switch.
 
@@ -235,7 +289,20 @@ class Course:
             self._finish(attempt, "failed", str(failure))
             raise
         else:
+            self._cross(attempt)
             self._finish(attempt, "committed", "", told)
+
+    def _cross(self, attempt: Attempt) -> None:
+        """After the commit of a crossing: everybody who is in the new world counts on in its numbers."""
+        if attempt.way.crossing is None:
+            return
+        attempt.seconds["stall"] = time.perf_counter() - self._step_ended
+        self.left = attempt.way.leaves
+        if not self.left:
+            self._turns.cross(attempt.order, attempt.books)
+            self._saver.cross()
+            if self._recorder:
+                self._recorder.enter(self._party.board, self._party.rank, self._party.generation)
 
     def _take_back(self) -> None:
         """At the edge after an aborted commit: the old objects again, and the same step, or its rest, once more."""
@@ -252,12 +319,22 @@ class Course:
         self._finish(attempt, "aborted", why)
 
     def _finish(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any] | None = None) -> None:
-        self._attempt = self._order = None
+        self._attempt = self._order = self._start = None
+        self._before = self.world
         attempt.finish()
+        refused = attempt.way.comes and outcome == "aborted"
         if outcome != "committed" and self._party.rank == 0:
             _LOG.warning("switch %d to %s: %s: %s", attempt.order.number, attempt.order.layout, outcome, reason)
-        if self._recorder:
-            self._recorder.ended(attempt, outcome, reason, self._step, told or {})
-        said, since = "done" if outcome == "committed" else outcome, f"{attempt.order.layout} since step {self._step}"
-        self._turns.answer(attempt.order, said, reason or since, attempt.order.number)
+        if not (self.left or refused):
+            self._note(attempt, outcome, reason, told or {})
         self._party.hook(outcome, -1, attempt.order.number)
+        if refused:
+            raise NotAdmittedError(reason)
+
+    def _note(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any]) -> None:
+        """Write down how a switch has ended, and answer who asked for it."""
+        order, step = attempt.order, attempt.step if attempt.way.comes else self._step
+        if self._recorder:
+            self._recorder.ended(attempt, outcome, reason, step, told)
+        said, since = "done" if outcome == "committed" else outcome, f"{order.layout} since step {step}"
+        self._turns.answer(order, said, reason or since, order.number)

@@ -13,12 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInputOutput,
-    RowwiseParallel,
-)
+from torch.distributed.tensor.parallel import ParallelStyle, PrepareModuleInputOutput
 
 from dynatrain.layout.layout import Layout
 from dynatrain.models.decoder import DecoderPart, canonical_name
@@ -26,6 +21,7 @@ from dynatrain.models.expert_groups import ExpertGroups
 from dynatrain.models.experts import Exchange, GroupedExperts, MixtureOfExperts
 from dynatrain.space.decoder import catalogue
 from dynatrain.space.ownership import cuts_under
+from dynatrain.train.column_row import column_row
 from dynatrain.train.groups import context_group, expert_mesh
 
 _ETP_DIM = {"gate_proj": 1, "up_proj": 1, "down_proj": 2}
@@ -51,9 +47,7 @@ def expert_plan(at: str, between: Placement, *, shared: bool) -> dict[str, Paral
         f"{at}.gate": _Copied(),
     }
     if shared:
-        for name in ("gate_proj", "up_proj"):
-            plan[f"{at}.shared_experts.{name}"] = ColwiseParallel(input_layouts=Shard(1))
-        plan[f"{at}.shared_experts.down_proj"] = RowwiseParallel(output_layouts=Shard(1))
+        plan |= column_row(f"{at}.shared_experts", Shard(1), columns=("gate_proj", "up_proj"), row="down_proj")
     return plan
 
 

@@ -8,7 +8,10 @@ import torch
 from dynatrain.execute.pages import mapped_apart
 from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
-from dynatrain.train.install import check_carried, make_world
+from dynatrain.train.adopt import adopt
+from dynatrain.train.agreement import on_every_rank
+from dynatrain.train.groups import GroupPool
+from dynatrain.train.install import check_carried, make_world, survey
 from dynatrain.train.party import Party
 from dynatrain.train.registered import try_out
 from dynatrain.train.states import UnknownStateError, create_optimizer_state, leaves
@@ -19,14 +22,14 @@ Initial = Callable[[World, Pool], None]
 """Fills a first world that ``build`` made on meta: gives every tensor of it its storage and values."""
 
 
-def first_world(party: Party, layout: Layout, initial: Initial | None) -> World:
-    """Build the world in which the job begins, with the state that the optimizer's first step would create.
+def first_world(party: Party, groups: GroupPool, layout: Layout, initial: Initial | None) -> World:
+    """Build the world in which this process begins, with the state that the optimizer's first step would create.
 
     Raises:
         UnplacedTensorError, UnknownStateError, UnknownHookError: what could not be switched, by name.
     """
     before = Streams.read(party.device)
-    world = make_world(party, party.groups, layout, on_meta=initial is not None)
+    world = make_world(party, groups, layout, on_meta=initial is not None)
     if initial is not None and not Streams.read(party.device).same(before):
         raise UnknownStateError(
             "build seeds, or draws from, the process-wide random streams: every later layout is built beside training, "
@@ -39,6 +42,15 @@ def first_world(party: Party, layout: Layout, initial: Initial | None) -> World:
     _refuse_without_master(world)
     check_carried(world, layout)
     return world
+
+
+def blank(world: World, memory: Pool) -> None:
+    """The :data:`Initial` of a newcomer, whose values come from the run: storage without values."""
+    flats = {
+        name: torch.zeros(entry.stored, dtype=entry.value.dtype, device=memory.device)
+        for name, entry in world.found.items()
+    }
+    world.found = adopt(world.parts, world.found, flats, [world.optimizer])
 
 
 def _refuse_without_master(world: World) -> None:
@@ -78,6 +90,23 @@ def join(party: Party, world: World, label: str, thing: Any) -> None:
     else:
         try_out(label, thing, world.found)
         world.objects[label] = thing
+
+
+def register(party: Party, world: World, label: str, thing: Any) -> None:
+    """As :func:`join`, of what comes when all ranks train: they agree on it, and its memory is counted."""
+    on_every_rank(
+        party.board,
+        f"join/{label}",
+        party.rank,
+        lambda: join(party, world, label, thing),
+        timeout=party.deadline,
+    )
+    survey(party, world, f"survey/{label}")
+    party.memory.hold(
+        piece
+        for granule, piece in world.pieces(party.rank, party.device).items()
+        if world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label
+    )
 
 
 def _made(label: str, factory: Any, world: World) -> Any:

@@ -1,4 +1,4 @@
-"""Process groups, pooled by (generation, purpose, members): a layout that returns finds its groups again.
+"""Process groups, pooled by (world, purpose, members): a layout that returns finds its groups again.
 
 Moves, checks and control never share a group with training, so that a failed move is torn down alone.
 
@@ -25,6 +25,9 @@ from dynatrain.train.torch_private import clear_dtensor_caches, named_group
 COPIES = "copies"
 """Mesh axis of the ranks that hold copies of one part; no axis of a layout."""
 
+DEFAULT = "default"
+"""Purpose of a default group."""
+
 _POLL = (0.0005, 0.01)  # seconds between two looks: at first, at most
 
 _Key = tuple[str, tuple[int, ...]]
@@ -35,15 +38,15 @@ class GroupError(RuntimeError):
 
 
 class GroupPool:
-    """All process groups of one generation of one rank, or those that one switch has made so far.
+    """All process groups of one rank in one world, or those that one switch has made so far.
 
     Owns what it makes: :meth:`discard` and :meth:`close` destroy exactly those. Members of a group must ask for it in
     the same order relative to each other; every rank derives its requests from the layout alone, which gives that.
 
     Args:
-        store: shared by all ranks of the generation; lives outside the ranks.
+        store: shared by all ranks of the world; lives outside the ranks.
         rank: this process.
-        generation: number of the world; part of every group's name.
+        world: name of the world; part of every group's name.
         backend: ``gloo`` or ``nccl``.
         timeout_seconds: of the training groups' operations.
         base: the pool that a switch draws on; None for the standing one.
@@ -56,7 +59,7 @@ class GroupPool:
         store: dist.Store,
         *,
         rank: int,
-        generation: int,
+        world: str,
         backend: str,
         timeout_seconds: float,
         base: "GroupPool | None" = None,
@@ -65,7 +68,7 @@ class GroupPool:
     ) -> None:
         self.store = store
         self.rank = rank
-        self.generation = generation
+        self.world = world
         self.backend = backend
         self.timeout_seconds = timeout_seconds
         self._base = base
@@ -84,7 +87,7 @@ class GroupPool:
         return GroupPool(
             self.store,
             rank=self.rank,
-            generation=self.generation,
+            world=self.world,
             backend=self.backend,
             timeout_seconds=self.timeout_seconds,
             base=self,
@@ -107,7 +110,8 @@ class GroupPool:
         Blocks on first use until all members ask.
 
         Args:
-            purpose: ``mesh``, ``moves``, ``check``, ``back``: groups of different purposes never share connections.
+            purpose: ``mesh``, ``moves``, ``check``, ``back``: groups of different purposes never share connections;
+                :data:`DEFAULT` for the default group of a world to come.
             members: global ranks in group order.
             backend: other than the pool's (control traffic stays on gloo).
             timeout_seconds: other than the pool's.
@@ -118,11 +122,12 @@ class GroupPool:
         key = (purpose, tuple(members))
         if (found := self._find(key)) is not None:
             return found
-        name = f"g{self.generation}.s{self._switch}.{purpose}." + "_".join(map(str, members))
+        name = f"{self.world}.s{self._switch}.{purpose}." + "_".join(map(str, members))
         self._meet(name, members)
         group = named_group(
             name,
             list(members),
+            self.rank,
             backend or self.backend,
             self.store,
             timedelta(seconds=timeout_seconds or self.timeout_seconds),
@@ -145,14 +150,23 @@ class GroupPool:
         if self._base is not None:
             self._base.discard(purpose, members)
 
+    def take(self, group: dist.ProcessGroup) -> None:
+        """Own the default group of this world, too, whoever made it."""
+        self._groups.setdefault((DEFAULT, tuple(range(group.size()))), group)
+
     def close(self) -> None:
-        """Destroy all groups that this pool made; DTensor's caches forget them first. Nothing is made any more."""
+        """Destroy all groups of this pool; DTensor's caches forget them first. Nothing is made any more.
+
+        Not the group that is the default one now: what init_process_group made, the user destroys.
+        """
         with self._lock:
             self._closed = True
         if self._groups:
             clear_dtensor_caches()
-        for purpose, members in list(self._groups):
-            dist.destroy_process_group(self._groups.pop((purpose, members)))
+        for key in list(self._groups):
+            group = self._groups.pop(key)
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
         self._meshes.clear()
 
     def mesh(self, layout: Layout, device_type: str, axes: tuple[str, ...] = MESH_AXES) -> DeviceMesh:

@@ -8,7 +8,7 @@ of its own rank alone, so its gradient is a share of a sum, which FSDP2 takes ov
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 from dynatrain.models.decoder import DecoderPart
@@ -18,19 +18,17 @@ SUMMED = (Shard(0), Partial())
 """How the gradient of a head's weight lies over heads x copies: each copy has its own queries' share of a sum."""
 
 
-def copy_heads(part: DecoderPart, tp: DeviceMesh, between: Placement) -> None:
+def copy_heads(part: DecoderPart) -> None:
     """Give each rank its key/value head in every layer of ``part``, where there are fewer than tp ranks.
 
     Args:
         part: on meta, cut by tp but for these; mutated.
-        tp: this rank's tp mesh.
-        between: how the residual stream lies between blocks.
     """
     heads = heads_mesh(part.shape.num_key_value_heads)
     for block in part.layers.values():
         attention = block.self_attn
-        attention.k_proj = _CopiedProjection(attention.k_proj, heads, tp, between)
-        attention.v_proj = _CopiedProjection(attention.v_proj, heads, tp, between)
+        attention.k_proj = _CopiedProjection(attention.k_proj, heads)
+        attention.v_proj = _CopiedProjection(attention.v_proj, heads)
 
 
 class _CopiedProjection(nn.Module):
@@ -39,21 +37,17 @@ class _CopiedProjection(nn.Module):
     Args:
         whole: on meta; its parameters are replaced by their shards.
         heads: this rank's mesh of heads x copies.
-        tp: of the same ranks, as one axis.
-        between: how the input lies on it.
     """
 
-    def __init__(self, whole: nn.Linear, heads: DeviceMesh, tp: DeviceMesh, between: Placement) -> None:
+    def __init__(self, whole: nn.Linear, heads: DeviceMesh) -> None:
         super().__init__()
-        self._tp, self._between = tp, between
         for name, value in (("weight", whole.weight), ("bias", whole.bias)):
             cut = None if value is None else distribute_tensor(value.detach(), heads, [Shard(0), Replicate()])
             self.register_parameter(name, None if cut is None else nn.Parameter(cut))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T, H], as it lies between blocks -> [B, T, D] of this rank's head."""
-        given = x if isinstance(x, DTensor) else DTensor.from_local(x, self._tp, [self._between], run_check=False)
-        tokens = given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    def forward(self, x: DTensor) -> torch.Tensor:
+        """[B, T, H], whole on each tp rank -> [B, T, D] of this rank's head."""
+        tokens = x.to_local(grad_placements=[Partial()])
         weight, bias = (
             None if value is None else value.to_local(grad_placements=SUMMED) for value in (self.weight, self.bias)
         )

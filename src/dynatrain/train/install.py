@@ -174,6 +174,12 @@ def check_tensors(party: Party, world: World) -> None:
         )
 
 
+def other_states(world: World, catalogue: Catalogue) -> list[str]:
+    """The tensors of ``world`` whose states are now others than the catalogue's."""
+    now, planned = world.states(), {tensor.name: tensor.states for tensor in catalogue}
+    return sorted(name for name, (entry, _) in world.where.items() if planned.get(name) != now[entry])
+
+
 def match_catalogue(old: World, catalogue: Catalogue) -> list[str]:
     """Why the tensors of a newly built model are not those of the old one; empty where they are."""
     was = {tensor.name: tensor for tensor in old.catalogue}

@@ -13,13 +13,13 @@ from dynatrain.observe.checkpoints import MANIFEST, CheckpointError, Manifest, d
 from dynatrain.plan.shelves import reads
 from dynatrain.space.box import volume, whole
 from dynatrain.space.tensor import Catalogue, values_of
+from dynatrain.train.account import mismatches, take
 from dynatrain.train.agreement import SwitchAbortedError, exchange, objection_of
 from dynatrain.train.extra_state import give_extra_states
 from dynatrain.train.keys import STATE, extra_path, flat, granule_path, streams_path
 from dynatrain.train.party import Party
-from dynatrain.train.states import Leaf, replace_leaves
 from dynatrain.train.streams import Streams
-from dynatrain.train.world import World
+from dynatrain.train.world import MECHANICS, World
 
 LOAD_SECONDS = 600.0
 """How far apart ranks may be: a cold disk gives one of them its files later than the others."""
@@ -113,18 +113,18 @@ class _Found:
         read_into(world.pieces(party.rank, party.device), self._shelf, world.catalogue, self._fetches)
         if self._account is None:
             return
-        held = world.object_leaves()
-        for label, thing in world.objects.items():
-            live: list[Leaf] = held.get(label, [])
-            thing.load_state_dict(replace_leaves(self._account["objects"][label], [], live))
-        for number, group in enumerate(world.optimizer.param_groups):
-            kept = ("params", "foreach", "fused")  # how to compute, which is this layout's business
-            for key in group.keys() - set(kept):
-                if (saved := flat(("optim", "param_groups", number, key))) in self._folder.objects:
-                    group[key] = self._folder.read(saved)
+        take(world, self._account["objects"], self._groups())
         names = {owner.name for owner in world.owners}
         give_extra_states(world.owners, {name: self._folder.read(flat(extra_path(name))) for name in names})
         self._restore_streams()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The options of all parameter groups."""
+        found = []
+        for number, group in enumerate(self._world.optimizer.param_groups):
+            keys = {key: flat(("optim", "param_groups", number, key)) for key in group.keys() - set(MECHANICS)}
+            found.append({key: self._folder.read(at) for key, at in keys.items() if at in self._folder.objects})
+        return found
 
     def _restore_streams(self) -> None:
         rank, device = self._party.rank, self._party.device
@@ -137,16 +137,9 @@ class _Found:
     def _match_objects(self) -> None:
         if self._account is None:
             return
-        saved, here = self._account["objects"].keys(), self._world.objects.keys()
-        problems = [f"it has {label}, which is not registered here" for label in sorted(saved - here)]
-        problems += [f"it has no {label}, which is registered here" for label in sorted(here - saved)]
-        groups = {key.split(".")[2] for key in self._folder.objects if key.startswith("optim.param_groups.")}
-        if len(groups) != len(self._world.optimizer.param_groups):
-            problems.append(
-                f"it has {len(groups)} parameter groups, the optimizer here {len(self._world.optimizer.param_groups)}"
-            )
-        if problems:
-            raise FolderError(f"{self._folder.path} cannot be loaded", tuple(problems))
+        num_groups = len({key.split(".")[2] for key in self._folder.objects if key.startswith("optim.param_groups.")})
+        if problems := mismatches(self._world, self._account["objects"], num_groups):
+            raise FolderError(f"{self._folder.path} cannot be loaded", problems)
 
 
 def _shelf(catalogue: Catalogue, forms: Mapping[str, Any], folder: DcpFolder, rename: Rename) -> Shelf:

@@ -1,6 +1,8 @@
 """What all ranks agreed to do next."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,11 +13,13 @@ class Order:
         turn: of the order in this job, from 1.
         number: of the switch in this run, from 1; 0 for what is no switch.
         layout: target of a switch, as text.
+        members: of the world to come, by rank, where it has others than the present one; empty where it has the same.
+        generation: number of that world; -1 where it is the present one.
         mode: ``keep``, ``tight`` or ``auto``.
         at: first step that is to run in the new layout; -1 for as soon as all are ready.
         after: micro-batches of that step that still run in the old layout; 0 for a switch at the step's edge.
         edge: step edge of rank 0 at which it was decided; the other ranks know of it by the edge after.
-        verb: ``switch``, ``save`` or ``stop``.
+        verb: ``switch``, ``scale`` (a switch to other members), ``save`` or ``stop``.
         by: who asked.
         request: number of the request on the board; -1 for none.
         request_id: its id, or empty.
@@ -23,6 +27,8 @@ class Order:
     """
 
     layout: str
+    members: tuple[int, ...] = ()
+    generation: int = -1
     turn: int = 0
     number: int = 0
     mode: str = "auto"
@@ -34,3 +40,13 @@ class Order:
     request: int = -1
     request_id: str = ""
     deadline: float | None = None
+
+    @property
+    def switches(self) -> bool:
+        """Whether it is a switch, among the same members or not."""
+        return self.verb in {"switch", "scale"}
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> Self:
+        """From what JSON made of its fields."""
+        return cls(**{**told, "members": tuple(told["members"])})

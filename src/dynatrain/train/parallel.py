@@ -29,6 +29,7 @@ from dynatrain.models.experts import MixtureOfExperts
 from dynatrain.models.keyed import KeyedStream
 from dynatrain.models.share import TokenShare
 from dynatrain.space.decoder import GPT2, DecoderShape
+from dynatrain.train.column_row import column_row
 from dynatrain.train.compiled import compile_blocks
 from dynatrain.train.expert_parallel import Shared, deal_out, expert_plan, shard_experts
 from dynatrain.train.groups import context_group
@@ -116,7 +117,7 @@ def _cut_part(
     if layout.size("tp") > 1:
         parallelize_module(part, mesh["tp"], tensor_plan(part, layout))
         if heads_are_copied(shape, layout):
-            copy_heads(part, mesh["tp"], _between(layout))
+            copy_heads(part)
         part.tie()
     deal_out(part, layout, mesh["tp"])
     return part
@@ -149,13 +150,15 @@ def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
     for number, block in part.layers.items():
         at = f"layers.{number}"
         attention = f"{at}.self_attn"
-        plan |= _latent_plan(attention, between) if part.shape.latent else _heads_plan(attention, between, heads)
+        if part.shape.latent:
+            plan |= _latent_plan(attention, between)
+        else:
+            plan |= column_row(attention, between, columns=heads, row="o_proj")
         if isinstance(block.mlp, MixtureOfExperts):
             plan |= expert_plan(f"{at}.mlp", between, shared=block.mlp.shared_experts is not None)
         else:
             gate = () if part.shape.family == GPT2 else ("gate_proj",)
-            plan |= {f"{at}.mlp.{name}": ColwiseParallel(input_layouts=between) for name in (*gate, "up_proj")}
-            plan[f"{at}.mlp.down_proj"] = RowwiseParallel(output_layouts=between)
+            plan |= column_row(f"{at}.mlp", between, columns=(*gate, "up_proj"), row="down_proj")
         if layout.sp:
             plan[f"{at}.input_layernorm"] = SequenceParallel()
             plan[f"{at}.post_attention_layernorm"] = SequenceParallel()
@@ -174,11 +177,6 @@ def _between(layout: Layout) -> Placement:
 def heads_are_copied(shape: DecoderShape, layout: Layout) -> bool:
     """Whether tp ranks are more than key/value heads, and hold copies of them."""
     return shape.latent is None and layout.size("tp") > shape.num_key_value_heads
-
-
-def _heads_plan(at: str, between: Placement, cut: tuple[str, ...]) -> dict[str, ParallelStyle]:
-    plan: dict[str, ParallelStyle] = {f"{at}.{name}": ColwiseParallel(input_layouts=between) for name in cut}
-    return plan | {f"{at}.o_proj": RowwiseParallel(output_layouts=between)}
 
 
 def _latent_plan(at: str, between: Placement) -> dict[str, ParallelStyle]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dynatrain.cluster.board import Board
+from dynatrain.cluster.worlds import Worlds
 from dynatrain.execute.pieces import Pool
 from dynatrain.execute.transport import GroupTransport, Transport
 from dynatrain.models.names import NameRule
@@ -44,6 +45,10 @@ class Party:
     Attributes:
         rank: this rank.
         world_size: number of ranks.
+        member: number of this process in the run.
+        members: of the world, by rank.
+        generation: number of the world.
+        worlds: the way into other worlds; None for a process that has one world alone.
         board: where ranks agree.
         groups: process groups.
         memory: counts the bytes of all state that this rank holds.
@@ -63,6 +68,10 @@ class Party:
 
     rank: int
     world_size: int
+    member: int
+    members: tuple[int, ...]
+    generation: int = 0
+    worlds: Worlds | None = None
     board: Board
     groups: GroupPool
     memory: Pool
@@ -80,6 +89,16 @@ class Party:
     hook: Hook = field(default=_quiet)
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
+    @property
+    def requests(self) -> Board:
+        """Where requests are put up: on the run's own board, which outlives worlds."""
+        return self.worlds.requests if self.worlds else self.board
+
+    def enter(self, other: "Party") -> None:
+        """Go on in another world, whose party ``other`` is: who this rank is and where it agrees change, no more."""
+        self.rank, self.world_size, self.generation = other.rank, other.world_size, other.generation
+        self.members, self.board, self.groups = other.members, other.board, other.groups
+
     def note_step(self, seconds: float) -> None:
         """Remember how long a step took."""
         self._steps.append(seconds)
@@ -90,7 +109,12 @@ class Party:
 
         A rank hears of an order at its next step edge: the deadline counts from there, so a long step comes on top.
         """
-        return self.deadline + max(self._steps, default=0.0)
+        return self.deadline + self.longest_step
+
+    @property
+    def longest_step(self) -> float:
+        """Seconds of the longest of the latest steps."""
+        return max(self._steps, default=0.0)
 
     @property
     def everyone(self) -> range:

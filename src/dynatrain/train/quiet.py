@@ -1,36 +1,41 @@
 """A world that stands still between two steps, or between two parts of one: its pieces, ready to be moved."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from dynatrain.execute.pieces import Pieces
 from dynatrain.layout.layout import Layout
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.equal import require_equal
-from dynatrain.train.extra_state import hear, speaks, tell
+from dynatrain.train.extra_state import check_extra_states, hear, speaks, tell
 from dynatrain.train.gradients import agree_untouched, take
-from dynatrain.train.install import check_carried, check_tensors, quiesce, refuse_pinned
+from dynatrain.train.install import check_carried, check_tensors, other_states, quiesce, refuse_pinned
 from dynatrain.train.party import Party
+from dynatrain.train.passage import Passage
 from dynatrain.train.registered import common
 from dynatrain.train.world import World
 
 
-def facts_of(party: Party, old: World, new: World) -> list[Any]:
-    """What this rank tells all others before a move, beside that it stands still: see :func:`agree_on`."""
-    staged = max(old.layout.size("pp"), new.layout.size("pp")) > 1
-    extra = tell(old.owners, new.owners, speaks=staged and speaks(old.layout, party.rank))
+def facts_of(way: Passage, old: World, new: World) -> list[Any]:
+    """What this rank tells all others before a move, beside that it stands still: see :func:`agree_on`.
+
+    Raises:
+        UnknownStateError: newcomers could not read some extra state; by name.
+    """
+    travels = max(old.layout.size("pp"), new.layout.size("pp")) > 1 or way.crossing is not None
+    check_extra_states(old.owners, staged=travels)
+    extra = tell(old.owners, new.owners, speaks=travels and speaks(old.layout, way.party.rank))
     return [common(old), extra, sorted(old.untouched)]
 
 
-def agree_on(party: Party, told: Sequence[list[Any]], old: World, new: World) -> None:
+def agree_on(way: Passage, told: list[list[Any]], old: World, new: World) -> None:
     """Hold what must be equal on all ranks against what they have told, and take what the new modules need.
 
     Raises:
         SwitchAbortedError: something is not equal, or has nowhere to go, by name; on every rank alike.
     """
-    require_equal([facts for facts, _, _ in told])
+    require_equal([facts for facts, _, _ in way.of_old(told)])
     agree_untouched(old, [names for _, _, names in told])
-    new.given = hear([extra for _, extra, _ in told], old.owners, new.owners, party.device)
+    new.given = hear([extra for _, extra, _ in told], old.owners, new.owners, way.party.device)
 
 
 def stand_still(party: Party, world: World, target: Layout, *, inside: bool, gives_up: bool) -> Pieces:
@@ -55,8 +60,7 @@ def stand_still(party: Party, world: World, target: Layout, *, inside: bool, giv
         take(party, world)
     quiesce(world)
     check_tensors(party, world)
-    now, planned = world.states(), {tensor.name: tensor.states for tensor in world.catalogue}
-    if changed := sorted(name for name, (entry, _) in world.where.items() if planned[name] != now[entry]):
+    if changed := other_states(world, world.catalogue):
         raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")
     pieces = world.pieces(party.rank, party.device)
     if gives_up:

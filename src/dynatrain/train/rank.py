@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -22,10 +23,11 @@ from dynatrain.observe.checkpoints import newest
 from dynatrain.observe.log import Log
 from dynatrain.observe.run import RunFolder
 from dynatrain.space.run_check import CheckedRun, check_run
+from dynatrain.train.announcement import NotAdmittedError
 from dynatrain.train.optimizer import OptimizerSettings
 from dynatrain.train.parallel import Precision
 from dynatrain.train.party import ENDS, PHASES
-from dynatrain.train.probe import probe
+from dynatrain.train.probe import Rates, probe
 from dynatrain.train.record import Recorder
 from dynatrain.train.saving import Saves
 from dynatrain.train.switcher import Switcher
@@ -53,46 +55,57 @@ def main(context: RankContext) -> None:
             torch.cuda.set_device(device)
         elif context.store_host == "127.0.0.1":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            context.backend,
-            store=dist.PrefixStore("default", seat.store),
-            rank=context.rank,
-            world_size=context.world_size,
-            timeout=timedelta(minutes=30),
-        )
+        if not context.joins:  # a newcomer's is that of the world to come, which the Switcher makes
+            dist.init_process_group(
+                context.backend,
+                store=dist.PrefixStore("default", seat.store),
+                rank=context.rank,
+                world_size=context.world_size,
+                timeout=timedelta(minutes=30),
+            )
         samples = samples_of(checked, context.folder.path)
-        saved_early = _train(seat, checked, samples, device)
+        try:
+            switcher = _train(seat, checked, samples, device)
+        except NotAdmittedError as refused:
+            with Log(context.folder.events, generation=context.generation, attempt=context.attempt) as log:
+                log.write("not_admitted", member=context.member, reason=str(refused))
+            return
+        if switcher.left:  # the others train on, and meet without this one
+            return
         dist.barrier()
-    if saved_early:
+    if switcher.stopped and switcher.saved == switcher.step:
         raise SystemExit(SAVED)
 
 
-def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.device) -> bool:
-    """Train; whether the run was stopped before its end, and saved."""
+def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.device) -> Switcher:
+    """Train to the end of the run, to its stop, or as long as this rank is in its world."""
     context, config = seat.context, checked.config
     job = job_of(checked)
     recorder = Recorder(
         context.folder,
-        seat.board,
+        seat.worlds.board(),
         rank=context.rank,
         generation=context.generation,
         attempt=context.attempt,
-        rates=probe(dist.group.WORLD, device, nbytes=PROBE_BYTES, repeats=3, ranks_per_node=context.ranks_per_node),
+        rates=None if context.joins else _rates(context, device),
     )
     progress = _Progress(seat)
     switcher = _switcher(seat, checked, job, device, recorder, progress)
-    # Decided once: a rank that looked a moment later could find another.
-    found, _ = newest(context.folder.checkpoints)
-    if start := seat.board.decide("resume", found.name if found else ""):
-        step = switcher.load(context.folder.checkpoints / start)
-        recorder.loaded(step, start, switcher.layout)
+    progress.layout = lambda: print_layout(switcher.layout)
+    if not context.joins:
+        # Decided once: a rank that looked a moment later could find another.
+        found, _ = newest(context.folder.checkpoints)
+        if start := seat.board.decide("resume", found.name if found else ""):
+            step = switcher.load(context.folder.checkpoints / start)
+            recorder.loaded(step, start, switcher.layout)
     with Log(context.folder.metrics, generation=context.generation, attempt=context.attempt) as log:
 
         def after_step(result: StepResult) -> None:
             progress.step(result.step)
-            if context.rank == 0:
+            if switcher.rank == 0:
                 log.write(
                     "step",
+                    generation=switcher.generation,
                     step=result.step,
                     loss=result.loss,
                     grad_norm=result.grad_norm,
@@ -106,18 +119,26 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
 
         def after_validation(result: ValidationResult) -> None:
             recorder.apart(result.seconds)
-            if context.rank == 0:
-                log.write("validation", **asdict(result), layout=print_layout(switcher.layout))
+            if switcher.rank == 0:
+                log.write(
+                    "validation", generation=switcher.generation, **asdict(result), layout=print_layout(switcher.layout)
+                )
 
         validation = validation_of(checked, context.folder.path)
         Trainer(job, samples, switcher, after_step, validation=validation, after_validation=after_validation).run(
             config.steps
         )
+    if switcher.left:
+        return switcher
     if config.save.at_end and not switcher.stopped:
         switcher.save_now()
     if switcher.unsaved:
         raise NotSavedError(f"step {switcher.step}, the last one, is not saved: {switcher.unsaved}")
-    return switcher.stopped and switcher.saved == switcher.step
+    return switcher
+
+
+def _rates(context: RankContext, device: torch.device) -> Rates:
+    return probe(dist.group.WORLD, device, nbytes=PROBE_BYTES, repeats=3, ranks_per_node=context.ranks_per_node)
 
 
 def _switcher(
@@ -136,10 +157,9 @@ def _switcher(
         unequal_copies=config.switching.unequal_copies,
         schedule={step: print_layout(layout) for step, layout in checked.switches},
         inside={switch.step: switch.after_micro_batches for switch in config.switch},
-        board=seat.board,
-        store=seat.store,
+        worlds=seat.worlds,
         recorder=recorder,
-        legal=lambda text: checked.legal(parse_layout(text)),
+        legal=lambda text, world_size: checked.legal(parse_layout(text), world_size),
         device=device,
         hook=progress.event,
         ranks_per_node=context.ranks_per_node,
@@ -166,6 +186,9 @@ class _Progress:
     """Tells the agent what this rank is at, from whichever thread.
 
     While a switch is prepared beside training, its phase is what is told: that is what a rank's end then concerns.
+
+    Attributes:
+        layout: gives the present layout's text; empty before there is one.
     """
 
     def __init__(self, seat: Seat) -> None:
@@ -173,6 +196,7 @@ class _Progress:
         self._step = 0
         self._phase = "train"
         self._switch = 0
+        self.layout: Callable[[], str] = str
 
     def step(self, step: int) -> None:
         """A step has ended."""
@@ -188,7 +212,7 @@ class _Progress:
         self._tell()
 
     def _tell(self) -> None:
-        self._seat.heart.at(step=self._step, phase=self._phase, switch=self._switch)
+        self._seat.heart.at(step=self._step, phase=self._phase, switch=self._switch, layout=self.layout())
 
 
 def job_of(checked: CheckedRun) -> Job:

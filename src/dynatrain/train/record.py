@@ -68,9 +68,17 @@ class Recorder:
         self._log = Log(folder.events, generation=generation, attempt=attempt)
         self._ends: list[float] = []
         self._apart = 0.0
-        self._before = 0.0
+        self._before: float | None = None
         self._counting = ""
         self._open: tuple[str, Certificate, int] | None = None
+
+    def enter(self, board: Board, rank: int, generation: int) -> None:
+        """Keep the books of another world; the lost seconds of the last switch stay unknown if they were."""
+        if self._open is not None and not self._counting:
+            self._board.leave(self._open[0])
+        self._counting, self._open = "", None
+        self._board, self._rank, self._generation = board, rank, generation
+        self._log.enter(generation)
 
     def announced(self, order: Order, step: int) -> None:
         """A switch or a stop was agreed on."""
@@ -94,6 +102,8 @@ class Recorder:
         self._apart += seconds
 
     def _lost(self) -> float:
+        if self._before is None:
+            return 0.0  # a newcomer had no step before
         steps = [after - before for before, after in zip(self._ends, self._ends[1:], strict=False)]
         return self._ends[2] - self._before - 3 * statistics.median(steps[2:])
 
@@ -125,7 +135,7 @@ class Recorder:
         committed = outcome == "committed"
         if committed:
             # The step under way is the first in the new layout; the last one before it ended before the stall.
-            self._before, self._ends = self._ends[-1] if self._ends else 0.0, []
+            self._before, self._ends = self._ends[-1] if self._ends else None, []
             self._counting = f"s{attempt.order.number}/lost"
         if self._rank != 0:
             return
@@ -168,7 +178,8 @@ class Recorder:
             for rank, pieces in enumerate(blueprint.peak if blueprint else ())
         }
         on_device = attempt.party.device.type != "cpu"
-        world = attempt.party.world_size
+        crossing, size = attempt.way.crossing, attempt.party.world_size
+        world = World(old=len(crossing.old), new=len(crossing.new)) if crossing else World(old=size, new=size)
         return Certificate(
             run_id=self._folder.name,
             switch=number,
@@ -177,7 +188,7 @@ class Recorder:
             step=max(0, step - 1),
             from_=print_layout(attempt.old.layout),
             to=print_layout(attempt.target),
-            world=World(old=world, new=world),
+            world=world,
             cause=Cause(verb=order.verb, by=order.by, request_id=order.request_id),
             mode=blueprint.part.schedule.mode if blueprint else order.mode,
             outcome=outcome,

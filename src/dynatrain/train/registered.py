@@ -16,7 +16,7 @@ from dynatrain.train.live import Entry
 from dynatrain.train.optimizers.several import members
 from dynatrain.train.states import Leaf, UnknownStateError, leaves, replace_leaves
 from dynatrain.train.torch_private import local_tensor, scheduled
-from dynatrain.train.world import World, is_scheduler
+from dynatrain.train.world import MECHANICS, World, is_scheduler
 
 
 def try_out(label: str, thing: Any, found: Mapping[str, Entry]) -> None:
@@ -93,6 +93,6 @@ def common(world: World) -> dict[str, str]:
         held = () if is_scheduler(thing) else leaves(label, state, world.found)
         facts[f"the common state of {label}"] = hash_of(state, {id(leaf.value) for leaf in held})
     for number, group in enumerate(world.optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key not in {"params", "foreach", "fused"}}
+        options = {key: value for key, value in group.items() if key not in MECHANICS}
         facts[f"the options of parameter group {number}"] = hash_of(options)
     return facts

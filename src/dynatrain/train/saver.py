@@ -106,6 +106,10 @@ class Saver:
         if self._under_way is not None:
             self._under_way.wait_copied()
 
+    def cross(self) -> None:
+        """In another world saves are counted anew, as its newcomers know of none; none is under way then."""
+        self._number = 0
+
     def look(self) -> None:
         """Take note of a save that has ended."""
         if self._under_way is not None and self._under_way.done:

@@ -8,7 +8,7 @@ import copy
 import shutil
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,17 @@ from dynatrain.cluster.kernel import step_aside
 from dynatrain.execute.dcp_folder import METADATA, DcpFolder, FolderError
 from dynatrain.execute.dcp_save import Chunk, write_chunks, write_metadata
 from dynatrain.judge.shelves import judge_shelf
-from dynatrain.layout.text import print_layout
 from dynatrain.observe.checkpoints import SCHEMA, File, Manifest, complete, partial_folder, prune, usable
 from dynatrain.plan.plan import Granule
 from dynatrain.plan.shelves import written_pieces
 from dynatrain.space.tensor import Catalogue
+from dynatrain.train.account import Account
 from dynatrain.train.agreement import Objection, SwitchAbortedError, exchange, objection_of
 from dynatrain.train.extra_state import extra_states, speaks, unreadable
 from dynatrain.train.keys import STATE, Place, extra_path, flat, granule_paths, group_paths, streams_path
 from dynatrain.train.party import Party
-from dynatrain.train.registered import snapshot
 from dynatrain.train.snapshot import Snapshot
-from dynatrain.train.states import leaves, replace_leaves
-from dynatrain.train.streams import Streams
-from dynatrain.train.world import World, is_scheduler
+from dynatrain.train.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +76,10 @@ class Saving:
         self._folder = folder
         self._topic = f"c{number}"
         self._rank = party.rank
-        self._begin_with = _Small.of(party, world, step)
+        self._account = Account.of(party, world, step)
+        self._extra = copy.deepcopy(extra_states(world.owners)) if speaks(world.layout, party.rank) else {}
+        self._places: dict[str, Place] = {flat(place): place for _, place in granule_paths(world)}
+        self._states = tuple(dict.fromkeys(state.name for tensor in world.catalogue for state in tensor.states))
         self._snapshot, self._chunks = _chunks(party, saves, world)
         self._catalogue = world.catalogue
         self._keys = {granule: flat(place) for granule, place in granule_paths(world)}
@@ -123,25 +123,25 @@ class Saving:
         partial = partial_folder(self._folder)
         objection, told, there = None, None, False
         try:
-            self._begin_with.require_readable()
+            self._require_readable()
             if self._rank == 0:
                 there = usable(self._folder)
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
-        names = [group["params"] for group in self._begin_with.groups]
-        heard = self._ask("begin", [there, names, list(self._begin_with.extra)], objection)
+        names = [group["params"] for group in self._account.groups]
+        heard = self._ask("begin", [there, names, list(self._extra)], objection)
         self.unchanged = heard[0][0]  # by rank 0's word: another may not see the folder yet
         if self.unchanged:
             self._snapshot.give_up("there is nothing to save")
             shutil.rmtree(partial, ignore_errors=True)
             return
-        groups = _merged(self._begin_with.groups, [names for _, names, _ in heard])
+        groups = _merged(self._account.groups, [names for _, names, _ in heard])
         objection = None
         try:
             partial.mkdir(parents=True, exist_ok=True)  # there already, if all share the disk, as they must
-            objects = self._begin_with.objects(groups)
+            objects = self._objects(groups)
             told = [write_chunks(partial, self._rank, self._chunks, {flat(place): v for place, v in objects.items()})]
             told += [[file.name, file.size, file.xxh3] for file in _files(partial, f"__{self._rank}_")]
         except Exception as problem:  # noqa: BLE001 - told to all ranks
@@ -161,113 +161,47 @@ class Saving:
             raise FileNotFoundError(
                 f"{', '.join(unseen)} cannot be seen from rank 0: all ranks must share the disk of {self._saves.root}"
             )
-        places = self._begin_with.places | {flat(place): place for place in group_paths(groups)}
+        places = self._places | {flat(STATE): STATE} | {flat(place): place for place in group_paths(groups)}
         beside = [*(streams_path(rank) for rank in self._party.everyone), *map(extra_path, sorted(extra))]
         places |= {flat(place): place for place in beside}
         write_metadata(partial, [text for text, *_ in everyone], places)
         require_whole(DcpFolder(partial), self._catalogue, self._keys)
-        complete(partial, self._folder, self._begin_with.manifest(self._saves, [*files, File.of(partial / METADATA)]))
+        complete(partial, self._folder, self._manifest([*files, File.of(partial / METADATA)]))
         prune(self._saves.root, self._saves.keep_last)
+
+    def _require_readable(self) -> None:
+        """Refuse state that could be written and not read back: reading runs no code of a pickle's.
+
+        Raises:
+            ValueError: whose it is.
+        """
+        for label, state in (self._extra | (self._account.common if self._rank == 0 else {})).items():
+            if why := unreadable(state):
+                raise ValueError(f"the state of {label} could not be read back; {why}")
+
+    def _objects(self, groups: list[dict[str, Any]]) -> dict[Place, Any]:
+        """What this rank's file holds beside tensors."""
+        found: dict[Place, Any] = {streams_path(self._rank): self._account.streams}
+        found |= {extra_path(name): state for name, state in self._extra.items()}
+        return found if self._rank else found | {STATE: self._account.table()} | group_paths(groups)
+
+    def _manifest(self, files: list[File]) -> Manifest:
+        return Manifest(
+            schema=SCHEMA,
+            run_id=self._saves.run_id,
+            step=self.step,
+            layout=self._account.layout,
+            world_size=self._party.world_size,
+            states=self._states,
+            objects=tuple(self._account.common),
+            files=tuple(files),
+            versions={"dynatrain": dynatrain.__version__, "torch": torch.__version__},
+        )
 
     def _ask(self, what: str, payload: Any, objection: Objection | None) -> list[Any]:
         party, topic = self._party, f"{self._topic}/{what}"
         wait = self._saves.deadline
         return exchange(party.board, topic, party.rank, payload=payload, objection=objection, timeout=wait).in_order()
-
-
-@dataclass(slots=True, kw_only=True)
-class _Small:
-    """What is no large tensor, as it was at the step edge.
-
-    Attributes:
-        step: the next step.
-        layout: as text.
-        rank: this rank.
-        common: what registered objects hold in common, by label.
-        extra: extra state of modules that this rank writes, by name.
-        groups: options of the optimizer's parameter groups; ``params`` are names of this rank's.
-        streams: random streams of this rank.
-        places: where every state stands, by key.
-        states: names of states.
-        world_size: ranks.
-    """
-
-    step: int
-    layout: str
-    rank: int
-    common: dict[str, Any]
-    extra: dict[str, Any]
-    groups: list[dict[str, Any]]
-    streams: dict[str, Any]
-    places: dict[str, Place]
-    states: tuple[str, ...]
-    world_size: int
-    versions: dict[str, str] = field(
-        default_factory=lambda: {"dynatrain": dynatrain.__version__, "torch": torch.__version__}
-    )
-
-    @classmethod
-    def of(cls, party: Party, world: World, step: int) -> "_Small":
-        names = {id(entry.value): entry.names for entry in world.found.values()}
-        groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            | {"params": [name for param in group["params"] for name in names[id(param)]]}
-            for group in world.optimizer.param_groups
-        ]
-        kinds = dict.fromkeys(state.name for tensor in world.catalogue for state in tensor.states)
-        places: dict[str, Place] = {flat(place): place for _, place in granule_paths(world)}
-        return cls(
-            step=step,
-            layout=print_layout(world.layout),
-            rank=party.rank,
-            common={label: _common(label, thing, world) for label, thing in world.objects.items()},
-            extra=copy.deepcopy(extra_states(world.owners)) if speaks(world.layout, party.rank) else {},
-            groups=groups,
-            streams=Streams.read(party.device).state(),
-            places=places | {flat(STATE): STATE},
-            states=tuple(kinds),
-            world_size=party.world_size,
-        )
-
-    def objects(self, groups: list[dict[str, Any]]) -> dict[Place, Any]:
-        """What this rank's file holds beside tensors."""
-        found: dict[Place, Any] = {streams_path(self.rank): self.streams}
-        found |= {extra_path(name): state for name, state in self.extra.items()}
-        if self.rank == 0:
-            account = {"schema": SCHEMA, "step": self.step, "layout": self.layout, "objects": self.common}
-            found |= {STATE: account} | group_paths(groups)
-        return found
-
-    def require_readable(self) -> None:
-        """Refuse common state that could be written and not read back: reading runs no code of a pickle's.
-
-        Raises:
-            ValueError: whose it is.
-        """
-        for label, state in (self.extra | (self.common if self.rank == 0 else {})).items():
-            if why := unreadable(state):
-                raise ValueError(f"the state of {label} could not be read back; {why}")
-
-    def manifest(self, saves: Saves, files: list[File]) -> Manifest:
-        """The manifest of the whole checkpoint."""
-        return Manifest(
-            schema=SCHEMA,
-            run_id=saves.run_id,
-            step=self.step,
-            layout=self.layout,
-            world_size=self.world_size,
-            states=self.states,
-            objects=tuple(self.common),
-            files=tuple(files),
-            versions=self.versions,
-        )
-
-
-def _common(label: str, thing: Any, world: World) -> dict[str, Any]:
-    """A copy of what a registered object holds beside its leaves."""
-    state = thing.state_dict()
-    held = [] if is_scheduler(thing) else leaves(label, state, world.found)
-    return snapshot(replace_leaves(state, held, []), ())
 
 
 def _chunks(party: Party, saves: Saves, world: World) -> tuple[Snapshot, list[Chunk]]:

@@ -1,4 +1,8 @@
-"""Where an order begins: told and asked at every step edge, until all ranks know it."""
+"""Where an order begins: told and asked at every step edge, until all ranks know it.
+
+A crossing begins at a step edge of the old world, agreed on by its ranks alone, on the crossing's board. None of them
+is ready before all newcomers have said there that they are warm; they are looked for at each edge, never waited for.
+"""
 
 import time
 from collections.abc import Callable
@@ -20,11 +24,14 @@ class Start:
     """
 
     def __init__(self, party: Party, order: Order, attempt: Attempt | None, busy: Callable[[], bool]) -> None:
+        crossing = attempt.way.crossing if attempt else None
         self._party = party
         self._order = order
         self._attempt = attempt
         self._busy = busy
-        self._board = party.board
+        self._crossing = crossing
+        self._board = attempt.way.gate if attempt else party.board
+        self._number = crossing.generation if crossing else order.turn
         self._told_at = 0.0
 
     def look(self, edge: int, step: int) -> Go | None:
@@ -37,13 +44,22 @@ class Start:
         Returns:
             Where to begin, or that the switch was given up; None while that is open.
         """
-        number = self._order.turn
         if not self._told_at:
             self._tell(edge, step)
-        go = self._board.go_edge(number)
+        go = self._board.go_edge(self._number)
         if go is None and (waited := self._overdue()):
-            go = self._board.overdue(number, waited)
+            go = self._give_up(waited)
         return go
+
+    def done(self) -> None:
+        """This rank knows where to begin, and looks no more."""
+        if self._crossing is None:  # else a newcomer may look later; the keys go with the crossing's board
+            self._board.done_with(self._number)
+
+    def _give_up(self, waited: float) -> Go:
+        if self._attempt is not None and (cold := self._attempt.way.cold()):
+            return self._board.give_up(self._number, f"{cold} not warm after {waited:.3g} s")
+        return self._board.overdue(self._number, waited)
 
     def _tell(self, edge: int, step: int) -> None:
         """Say that this rank is ready, or why it never will be, as soon as either is known."""
@@ -56,9 +72,9 @@ class Start:
         if self._busy() or (attempt is not None and not attempt.prepared):
             return
         if attempt is not None and attempt.problem:
-            self._board.give_up(order.turn, attempt.problem)
-        elif due:
-            self._board.ready(order.turn, party.rank, edge)
+            self._board.give_up(self._number, attempt.problem)
+        elif due and not (attempt is not None and attempt.way.cold()):
+            self._board.ready(self._number, party.rank, edge)
         else:
             return
         self._told_at = time.monotonic()
@@ -68,8 +84,9 @@ class Start:
         deadline = self._party.patience
         if self._told_at:
             waited, patience = time.monotonic() - self._told_at, deadline
-        elif self._attempt is None or self._attempt.prepared:
+        elif self._attempt is None or (self._attempt.prepared and self._crossing is None):
             return 0.0  # a scheduled step is yet to come, or a save has a deadline of its own
         else:
-            waited, patience = time.monotonic() - self._attempt.began, 2 * deadline  # build and warm
+            # Build and warm, also those of newcomers.
+            waited, patience = time.monotonic() - self._attempt.began, 2 * deadline
         return waited if waited > patience else 0.0

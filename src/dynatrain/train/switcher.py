@@ -26,24 +26,24 @@ import torch.distributed as dist
 from torch import nn
 
 from dynatrain.cluster.board import Board
+from dynatrain.cluster.worlds import Worlds
 from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
 from dynatrain.models.names import NameRule, strip_wrappers
 from dynatrain.train.agreement import on_every_rank
+from dynatrain.train.arrival import arrive
 from dynatrain.train.blueprint import check_mode
 from dynatrain.train.copies import UnequalCopies, check_policy
 from dynatrain.train.course import Course
-from dynatrain.train.first import Initial, first_world, join
-from dynatrain.train.groups import GroupPool
+from dynatrain.train.first import Initial, blank, first_world, join, register
 from dynatrain.train.install import survey
 from dynatrain.train.loading import Rename, load
-from dynatrain.train.party import Party
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saved, Saver, SavingError
 from dynatrain.train.saving import Saves
 from dynatrain.train.segments import Fused, Segments
+from dynatrain.train.standing import standing
 from dynatrain.train.targets import DataParallel, Read, same_meaning, served, whole_world
-from dynatrain.train.torch_private import default_store
 from dynatrain.train.turns import Turns
 from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
@@ -72,8 +72,12 @@ class Switcher:
         inside: ``{step: micro-batches}``: of the scheduled switches those that come inside their step, behind so many.
         board: where ranks agree; made over the default group's store where it is None.
         store: for process groups; likewise.
+        worlds: in place of both, where members come and go: dynatrain's agent tells it. A newcomer's constructor waits
+            for its crossing, makes the default group and a world in the layout to come, its values blank where there
+            is ``initial``; its first :meth:`steps` takes part in the crossing.
         recorder: writes events and certificates; None writes nothing.
-        legal: reads a layout's text and refuses what the model does not allow; None checks the world size alone.
+        legal: ``legal(text, world_size)`` reads a layout's text for a world of so many ranks, and refuses what the
+            model does not allow; None checks the world size alone.
         device: where state lies; by default this process's CUDA device where the default group is NCCL's, else the CPU.
         memory: where its memory comes from; made where it is None.
         data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; with
@@ -86,6 +90,7 @@ class Switcher:
 
     Raises:
         LayoutError: the text is no layout, or not of this world size.
+        NotAdmittedError: of a newcomer: its crossing was given up.
         UnplacedTensorError, UnknownStateError, SegmentError: what could not be switched, all of it, by name.
         StartRefusedError: likewise, where ranks differ in what they refuse: on every rank, with the ranks' numbers.
         ValueError: there is no such mode, or policy.
@@ -109,6 +114,7 @@ class Switcher:
         inside: Mapping[int, int] | None = None,
         board: Board | None = None,
         store: dist.Store | None = None,
+        worlds: Worlds | None = None,
         recorder: Recorder | None = None,
         legal: Read | None = None,
         data_parallel: DataParallel = "fixed",
@@ -122,25 +128,10 @@ class Switcher:
     ) -> None:
         check_mode(mode)
         check_policy(unequal_copies)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        device = device or _device_of(dist.get_backend())
-        groups = GroupPool(
-            store or dist.PrefixStore("dynatrain/groups", default_store()),
-            rank=rank,
-            generation=0,
-            backend="nccl" if device.type == "cuda" else "gloo",
-            timeout_seconds=1800.0,
-        )
-        self._party = Party(
-            rank=rank,
-            world_size=world_size,
-            board=board or Board(dist.PrefixStore("dynatrain/board", default_store()), world_size),
-            groups=groups,
-            memory=memory or Pool(device),
-            device=device,
+        self._party = party = standing(
+            *(worlds, board, store, device, memory),
             build=build,
             names=names,
-            factories={},
             segments=Segments(segments or {}, padded or {}),
             deadline=deadline,
             budget=budget,
@@ -151,22 +142,26 @@ class Switcher:
         self._loads = 0
         self._inside = False
         self.step = 0
-        read = legal or whole_world(world_size)
+        read = legal or whole_world
+        arrival = self._arrival = arrive(party) if worlds and worlds.joins else None
+        made, first, fill = party.groups, layout, initial
+        if arrival:
+            made, first, fill = arrival.way.made, arrival.told.order.layout, initial and blank
 
         def begin() -> World:
-            world = first_world(self._party, read(layout), initial)
+            world = first_world(party, made, read(first, party.world_size), fill)
             self._read = served(same_meaning(read, world.layout, world.parts, data_parallel), lambda: self.world)
             for label, thing in (state or {}).items():
-                join(self._party, world, label, thing)
+                join(party, world, label, thing)
             return world
 
         try:
-            world = on_every_rank(self._party.board, "start", rank, begin, timeout=deadline)
-            self._saver = Saver(self._party, saves, (self._answer_saved, on_saved))
-            wishes = Wishes(self._party.board, schedule or {}, mode, self._saver.every, inside or {})
-            self._turns = Turns(self._party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
+            world = begin() if arrival else on_every_rank(party.board, "start", party.rank, begin, timeout=deadline)
+            self._saver = Saver(party, saves, (self._answer_saved, on_saved))
+            wishes = Wishes(party.requests, schedule or {}, mode, self._saver.every, inside or {})
+            self._turns = Turns(party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
             self._course = Course(
-                self._party,
+                party,
                 world,
                 turns=self._turns,
                 saver=self._saver,
@@ -174,13 +169,17 @@ class Switcher:
                 recorder=recorder,
                 save_at_stop=save_at_stop,
             )
+            if arrival:
+                return  # what the job holds, the crossing tells
             for text in (layout, *(schedule or {}).values()):
-                self._read(text)
-            survey(self._party, world, "survey")
-        except Exception:
+                self._read(text, party.world_size)
+            survey(party, world, "survey")
+        except Exception as error:
             self.close()
+            if arrival:
+                arrival.fail(error)
             raise
-        self._party.memory.hold(world.pieces(rank, device).values())
+        party.memory.hold(world.pieces(party.rank, party.device).values())
 
     # The handles.
 
@@ -215,6 +214,21 @@ class Switcher:
         return self._course.stopped
 
     @property
+    def left(self) -> bool:
+        """Whether the run goes on without this rank, whose process is to end with code 0 and waits for nobody."""
+        return self._course.left
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the present world."""
+        return self._party.rank
+
+    @property
+    def generation(self) -> int:
+        """Number of the present world: one more at each change of members that was tried."""
+        return self._party.generation
+
+    @property
     def layout(self) -> Layout:
         """The present layout."""
         return self.world.layout
@@ -229,11 +243,18 @@ class Switcher:
     def steps(self, until: int) -> Iterator[int]:
         """Step numbers from the present one to ``until - 1``; requests are taken at each edge.
 
-        A step whose switch was aborted at its commit is given out a second time, in the old layout.
+        A step whose switch was aborted at its commit is given out a second time, in the old layout. A rank without
+        which the run goes on gets no more: see :attr:`left`.
+
+        Raises:
+            NotAdmittedError: of a newcomer: its crossing was given up.
         """
+        if self._arrival:
+            self.step = self._course.arrive(self._arrival.attempt(self.world, self.layout))
+            self._arrival = None
         while self.step < until:
             self._course.edge(self.step)
-            if self.stopped:
+            if self.stopped or self.left:
                 return
             began, self._inside = time.perf_counter(), True
             try:
@@ -282,17 +303,10 @@ class Switcher:
         Raises:
             UnknownStateError, StartRefusedError: it could not be carried to another layout, by name.
         """
-
-        def joins() -> None:
+        if self._arrival:  # the others are not there yet
             join(self._party, self.world, label, thing)
-
-        on_every_rank(self._party.board, f"join/{label}", self._party.rank, joins, timeout=self._party.deadline)
-        survey(self._party, self.world, f"survey/{label}")
-        self._party.memory.hold(
-            piece
-            for granule, piece in self.world.pieces(self._party.rank, self._party.device).items()
-            if self.world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label
-        )
+        else:
+            register(self._party, self.world, label, thing)
         return self.world.objects[label]
 
     def request(self, layout: str, *, mode: str = "", at: int = -1, after: int = 0, by: str = "program") -> None:
@@ -309,7 +323,7 @@ class Switcher:
             LayoutError: this job cannot have it.
             ValueError: there is no such mode, or no such place, or the step is not to come.
         """
-        self._read(layout)
+        self._read(layout, self._party.world_size)
         check_mode(mode or "auto")
         if 0 <= at <= self.step:
             raise ValueError(f"at = {at}: step {self.step} is under way; nearest: {self.step + 1}, or -1 for soon")
@@ -384,7 +398,3 @@ class Switcher:
     def close(self) -> None:
         """Destroy the process groups that this object made."""
         self._party.groups.close()
-
-
-def _device_of(backend: str) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")

@@ -16,8 +16,9 @@ from dynatrain.train.world import World
 DataParallel = Literal["fixed", "free"]
 """Whether the number of data ranks may change in a loop whose gradients are means over them."""
 
-Read = Callable[[str], Layout]
-"""A layout's text, read; raises :class:`LayoutError` where the job cannot have it."""
+Read = Callable[[str, int], Layout]
+"""``read(text, world_size)``: a layout for a world of so many ranks; raises :class:`LayoutError` where the job cannot
+have it."""
 
 _WAYS_OUT = (
     "if the loop cuts one global batch into equal shares by sw.layout.data_ranks, say "
@@ -35,21 +36,21 @@ def _unknown(layout: Layout) -> list[str]:
     ]
 
 
-def whole_world(world_size: int) -> Read:
-    """Reads the layouts that use every rank, of those that any build can be trained in."""
+def whole_world(text: str, world_size: int) -> Layout:
+    """Read a layout that uses every rank, of those that any build can be trained in.
 
-    def read(text: str) -> Layout:
-        layout = parse_layout(text)
-        problems = _unknown(layout)
-        if layout.world_size != world_size:
-            problems.append(f"it is a layout of {layout.world_size} ranks, the world has {world_size}")
-        if problems:
-            able = (other for other in ranked(layout, world_size) if not _unknown(other))
-            near = tuple(print_layout(other) for other in itertools.islice(able, 3))
-            raise LayoutError(f"{text} cannot be used here", tuple(problems), near)
-        return layout
-
-    return read
+    Raises:
+        LayoutError: with every problem, and the nearest that can be used.
+    """
+    layout = parse_layout(text)
+    problems = _unknown(layout)
+    if layout.world_size != world_size:
+        problems.append(f"it is a layout of {layout.world_size} ranks, the world has {world_size}")
+    if problems:
+        able = (other for other in ranked(layout, world_size) if not _unknown(other))
+        near = tuple(print_layout(other) for other in itertools.islice(able, 3))
+        raise LayoutError(f"{text} cannot be used here", tuple(problems), near)
+    return layout
 
 
 def served(read: Read, world: Callable[[], World]) -> Read:
@@ -61,8 +62,8 @@ def served(read: Read, world: Callable[[], World]) -> Read:
             :class:`LayoutError` from it for a layout that it refuses, on every rank alike.
     """
 
-    def careful(text: str) -> Layout:
-        layout = read(text)
+    def careful(text: str, world_size: int) -> Layout:
+        layout = read(text, world_size)
         for thing in world().objects.values():
             if hasattr(thing, "check_layout"):
                 thing.check_layout(layout)
@@ -89,14 +90,14 @@ def same_meaning(read: Read, first: Layout, parts: Sequence[nn.Module], data_par
     if data_parallel == "free" or (means and not any(means)):
         return read
 
-    def careful(text: str) -> Layout:
-        layout = read(text)
+    def careful(text: str, world_size: int) -> Layout:
+        layout = read(text, world_size)
         if layout.data_ranks != first.data_ranks:
             seen = (
                 f"it has {layout.data_ranks} data ranks (dp x fsdp), {short_layout(first)} has {first.data_ranks}, "
                 "and the loop's gradients are means over them"
             )
-            same = (other for other in ranked(layout, first.world_size) if other.data_ranks == first.data_ranks)
+            same = (other for other in ranked(layout, world_size) if other.data_ranks == first.data_ranks)
             raise LayoutError(
                 f"{short_layout(layout)} would change what this loop computes",
                 (seen, _WAYS_OUT),

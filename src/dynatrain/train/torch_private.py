@@ -4,7 +4,8 @@ Checked with torch 2.13. A function here that fails after an upgrade says by its
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,25 +21,26 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def named_group(
-    name: str, members: Sequence[int], backend: str, store: dist.Store, timeout: timedelta
+    name: str, members: Sequence[int], me: int, backend: str, store: dist.Store, timeout: timedelta
 ) -> dist.ProcessGroup:
     """A process group under an explicit name, registered so that ``DeviceMesh.from_group`` accepts it.
 
     ``dist.new_group`` names groups by a per-process counter: ranks with different histories then wait for each other
-    under different names. Only the members call this; it blocks until all of them have, and may run in a thread.
+    under different names. Only the members call this; it blocks until all of them have, and may run in a thread. It
+    needs no default group, and asks none for this process's number: in a world to come it has another one.
 
     Args:
         name: equal on all members, never used before in this job.
-        members: global ranks, ascending or not; their order is the rank order in the group.
+        members: numbers of the ranks in their world, ascending or not; their order is the rank order in the group.
+        me: number of this process among them.
         backend: ``gloo`` or ``nccl``.
         store: a store that all members share.
         timeout: of the group's operations.
     """
-    me = dist.get_rank()
     group, _ = c10d._new_process_group_helper(  # noqa: SLF001
         len(members),
         members.index(me),
-        list(members),
+        [],  # as of a default group: else the present one is asked whether this process is a member
         backend,
         dist.PrefixStore(f"{name}/", store),
         group_name=c10d.GroupName(name),
@@ -46,6 +48,51 @@ def named_group(
     )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}  # noqa: SLF001
     return group
+
+
+class _Default(c10d._World):  # noqa: SLF001
+    """What torch keeps of a process's groups, where a thread may see a default group of its own."""
+
+    @property
+    def default_pg(self) -> dist.ProcessGroup | None:
+        own = _OWN_DEFAULT.get()
+        return self._default_pg if own is None else own
+
+    @default_pg.setter
+    def default_pg(self, value: dist.ProcessGroup | None) -> None:
+        self._default_pg = value
+
+
+_OWN_DEFAULT: ContextVar[dist.ProcessGroup | None] = ContextVar("own_default", default=None)
+
+
+@contextmanager
+def own_default(group: dist.ProcessGroup) -> Iterator[None]:
+    """Inside it this thread, and no other, has ``group`` for the default group, and its rank there for its own.
+
+    Modules of a world to come are built beside training: meshes, their slices, pipeline stages and the user's build ask
+    for the rank of this process, and the answer must be that of the world to come.
+    """
+    c10d._world.__class__ = _Default  # noqa: SLF001
+    token = _OWN_DEFAULT.set(group)
+    try:
+        yield
+    finally:
+        _OWN_DEFAULT.reset(token)
+
+
+def swap_default(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Make ``group`` the default group, which renumbers this process; 0.1 ms, and the old one stays usable.
+
+    What DTensor has cached of meshes with equal ranks names the groups of the other world: it is forgotten.
+
+    Returns:
+        The default group before; None where there was none.
+    """
+    before: dist.ProcessGroup | None = c10d._world.default_pg  # noqa: SLF001
+    c10d._update_default_pg(group)  # noqa: SLF001
+    clear_dtensor_caches()
+    return before
 
 
 def default_store() -> dist.Store:

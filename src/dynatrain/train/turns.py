@@ -1,8 +1,9 @@
 """Which order comes next: rank 0 chooses, all follow the same decisions in the same sequence."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from typing import Any
 
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
@@ -53,9 +54,19 @@ class Turns:
             return None
         self._turn += 1
         board.leave(topic)
-        order = Order(**found)
-        self._switches += order.verb == "switch"
+        order = Order.read(found)
+        self._switches += order.switches
         return order
+
+    def books(self) -> dict[str, Any]:
+        """What a rank that becomes rank 0 in another world has to know."""
+        return self._wishes.state()
+
+    def cross(self, order: Order, books: Mapping[str, Any]) -> None:
+        """Go on behind ``order``, a crossing, in the world that it led to."""
+        self._turn, self._switches = order.turn + 1, order.number
+        if self._party.rank == 0:
+            self._wishes.take_over(books)
 
     def ask(self, layout: str, *, mode: str, at: int, after: int, by: str) -> None:
         """A wish of the loop itself, which all ranks may say."""
@@ -85,7 +96,7 @@ class Turns:
             elif order.verb == "save" and self._saver.busy:
                 waiting.append(order)
             else:
-                number = self._switches + 1 if order.verb == "switch" else 0
+                number = self._switches + 1 if order.switches else 0
                 chosen = replace(order, turn=self._turn, number=number, edge=edge)
                 break
         self._wishes.put_back(waiting)
@@ -99,10 +110,16 @@ class Turns:
             return None
         if order.verb == "save":
             return None if self._saver.on else ("refused", "this run is not saved: it has no place for checkpoints")
+        return self._refuse_target(order)
+
+    def _refuse_target(self, order: Order) -> tuple[str, str] | None:
+        """The same of a switch, by the world and the layout that it is to lead to."""
+        if order.members and self._party.worlds is None:
+            return "refused", "this loop has one world alone: no agent of the run starts and ends its ranks"
         try:
-            target = self._read(order.layout)
+            target = self._read(order.layout, len(order.members) or self._party.world_size)
         except LayoutError as error:
             return "refused", str(error)
-        if target == self._present():
+        if target == self._present() and order.members in {(), self._party.members}:
             return "unchanged", f"the layout is {print_layout(target)} already"
         return None

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
@@ -71,6 +72,23 @@ class Wishes:
         """The loop wishes to be saved."""
         self._asked.append(Order(layout="", verb="save", by=by))
 
+    def state(self) -> dict[str, Any]:
+        """What is in the queue, as plain values: for the rank 0 of another world."""
+        return {
+            "next_save": self._next_save,
+            "promised": [asdict(order) for order in self._promised],
+            "asked": [asdict(order) for order in self._asked],
+            "interval": [asdict(order) for order in self._interval],
+            "seen": self._seen,
+        }
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`state` gave."""
+        self._next_save, self._seen = state["next_save"], state["seen"]
+        self._promised, self._asked, self._interval = (
+            [Order.read(told) for told in state[of]] for of in ("promised", "asked", "interval")
+        )
+
     def put_back(self, orders: list[Order]) -> None:
         """Orders that cannot begin yet: they come again at the next edge."""
         for order in orders:
@@ -118,6 +136,8 @@ class Wishes:
         arguments = record.get("arguments", {})
         return Order(
             layout=arguments.get("layout", ""),
+            members=tuple(arguments.get("members", ())),
+            generation=arguments.get("generation", -1),
             mode=arguments.get("mode", self._mode),
             verb=record["verb"],
             by=record.get("by", ""),

@@ -16,6 +16,7 @@ from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.extra_state import Owner, owners
 from dynatrain.train.live import Entry
+from dynatrain.train.optimizers.several import Several
 from dynatrain.train.segments import Slot
 from dynatrain.train.states import Form, Leaf, catalogue_states, leaves, optimizer_states
 from dynatrain.train.torch_private import local_tensor
@@ -26,6 +27,9 @@ Build = Callable[[DeviceMesh, Layout], tuple[Any, Any]]
 
 Called under ``torch.device("meta")`` for every layout but the first, in a thread beside training: so it must make
 modules and nothing else, and neither seed nor draw from the process-wide random streams then."""
+
+MECHANICS = ("params", "foreach", "fused")
+"""What a parameter group says of how to compute, which is the layout's business and is not carried."""
 
 GRAD = "grad"
 """The state that is the gradient which a part of a step has accumulated: there while a switch inside the step is."""
@@ -142,6 +146,16 @@ class World:
         return found
 
 
+def nothing(layout: Layout, mesh: DeviceMesh) -> World:
+    """The world in which a rank of a crossing is not: no modules, no tensors.
+
+    Args:
+        layout: of that world.
+        mesh: of the world in which it is.
+    """
+    return World(layout, mesh, [], Several([]), {})
+
+
 def as_parts(model: Any) -> list[nn.Module]:
     """What ``build`` returned, as a list of modules."""
     return list(model) if isinstance(model, Sequence) else [model]
@@ -181,5 +195,4 @@ def carry_groups(
             raise ValueError(
                 f"build moved {', '.join(strangers)} to parameter group {number}; keep groups as they were"
             )
-        mechanics = ("params", "foreach", "fused")  # how to compute, which is the layout's business
-        group |= {key: value for key, value in old.param_groups[number].items() if key not in mechanics}
+        group |= {key: value for key, value in old.param_groups[number].items() if key not in MECHANICS}

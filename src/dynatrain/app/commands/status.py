@@ -6,7 +6,7 @@ from typing import Any
 from dynatrain.app.cli import Run, call
 from dynatrain.app.output import emit, say
 from dynatrain.app.progress import step_text, validation_text
-from dynatrain.app.runs import Progress, certificates, find_run
+from dynatrain.app.runs import Progress, RunWorld, certificates, find_run
 from dynatrain.observe.checkpoints import MANIFEST, CheckpointError, Manifest, newest
 from dynatrain.observe.mark import AgentMark, Liveness
 from dynatrain.observe.run import RunFolder
@@ -35,6 +35,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
                 "run": str(folder.path),
                 "agent": alive or "none",
                 "exit": mark.exit if mark else None,
+                "world": RunWorld.of(folder).record,
                 "steps": progress.steps,
                 "last": last,
                 "age_seconds": age,
@@ -44,7 +45,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
             }
         )
         return 0
-    say(f"{folder.name}: {_state(mark, alive)}")
+    say(f"{folder.name}: {_state(mark, alive)}", f"  {RunWorld.of(folder).text}")
     if last:
         say(f"  {step_text(last, progress.steps)}  ({age:,.0f} s ago)")
     if progress.validation:

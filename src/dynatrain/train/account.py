@@ -1,0 +1,129 @@
+"""What a job is beside its tensors, at a step edge: written by a save, and told to the newcomers of a crossing."""
+
+import base64
+import copy
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from dynatrain.layout.text import print_layout
+from dynatrain.observe.checkpoints import SCHEMA
+from dynatrain.train.extra_state import unreadable
+from dynatrain.train.party import Party
+from dynatrain.train.registered import snapshot
+from dynatrain.train.states import Leaf, leaves, replace_leaves
+from dynatrain.train.streams import Streams
+from dynatrain.train.world import MECHANICS, World, is_scheduler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """One rank's.
+
+    Attributes:
+        step: the next step.
+        layout: as text.
+        common: what registered objects hold in common, by label.
+        groups: options of the optimizer's parameter groups; ``params`` are names of this rank's.
+        streams: random streams of this rank.
+    """
+
+    step: int
+    layout: str
+    common: dict[str, Any]
+    groups: list[dict[str, Any]]
+    streams: dict[str, Any]
+
+    @classmethod
+    def of(cls, party: Party, world: World, step: int) -> Self:
+        """Copies of all of it."""
+        names = {id(entry.value): entry.names for entry in world.found.values()}
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            | {"params": [name for param in group["params"] for name in names[id(param)]]}
+            for group in world.optimizer.param_groups
+        ]
+        return cls(
+            step=step,
+            layout=print_layout(world.layout),
+            common={label: _common(label, thing, world) for label, thing in world.objects.items()},
+            groups=groups,
+            streams=Streams.read(party.device).state(),
+        )
+
+    def table(self) -> dict[str, Any]:
+        """What is equal on all ranks, as a checkpoint has it; parameter groups stand beside it."""
+        return {"schema": SCHEMA, "step": self.step, "layout": self.layout, "objects": self.common}
+
+    def require_readable(self) -> None:
+        """Refuse common state that could be written and not read back: reading runs no code of a pickle's.
+
+        Raises:
+            ValueError: whose it is.
+        """
+        for label, state in self.common.items():
+            if why := unreadable(state):
+                raise ValueError(f"the state of {label} could not be read back; {why}")
+
+    def to_text(self) -> str:
+        """As text; :meth:`from_text` reads it."""
+        copied = copy.deepcopy(self.groups)
+        return base64.b64encode(_written([self.table(), copied, self.streams])).decode()
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Read what :meth:`to_text` wrote."""
+        table, groups, streams = _read(base64.b64decode(text))
+        return cls(
+            step=table["step"],
+            layout=table["layout"],
+            common=table["objects"],
+            groups=groups,
+            streams=streams,
+        )
+
+
+def take(world: World, objects: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give a world whose tensors were filled in place what an account says of the rest.
+
+    Args:
+        world: its objects and optimizer groups are written.
+        objects: common state by label.
+        groups: options; those of how to compute are the layout's own business, and stay.
+    """
+    held = world.object_leaves()
+    for label, thing in world.objects.items():
+        live: list[Leaf] = held.get(label, [])
+        thing.load_state_dict(replace_leaves(objects[label], [], live))
+    for group, told in zip(world.optimizer.param_groups, groups, strict=True):
+        group |= {key: told[key] for key in group.keys() - set(MECHANICS) if key in told}
+
+
+def mismatches(world: World, objects: Mapping[str, Any], num_groups: int) -> tuple[str, ...]:
+    """Why an account is none of the job that ``world`` is; empty where it is."""
+    told, here = objects.keys(), world.objects.keys()
+    problems = [f"it has {label}, which is not registered here" for label in sorted(told - here)]
+    problems += [f"it has no {label}, which is registered here" for label in sorted(here - told)]
+    if num_groups != len(world.optimizer.param_groups):
+        problems.append(f"it has {num_groups} parameter groups, the optimizer here {len(world.optimizer.param_groups)}")
+    return tuple(problems)
+
+
+def _common(label: str, thing: Any, world: World) -> dict[str, Any]:
+    """A copy of what a registered object holds beside its leaves."""
+    state = thing.state_dict()
+    held = [] if is_scheduler(thing) else leaves(label, state, world.found)
+    return snapshot(replace_leaves(state, held, []), ())
+
+
+def _written(state: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def _read(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)

@@ -1,0 +1,387 @@
+"""Agents of two nodes and their ranks in one process, without any: who is forked, killed, asked and answered, when."""
+
+import json
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import HashStore
+
+from dynatrain.cluster.board import Board
+from dynatrain.cluster.context import Report
+from dynatrain.cluster.desk import Desk
+from dynatrain.cluster.heart import Beat, Pulse, beat_key
+from dynatrain.cluster.lead import Lead
+from dynatrain.cluster.meeting import Job, Meeting, contexts
+from dynatrain.cluster.part import Part
+from dynatrain.cluster.peers import Peers, Status
+from dynatrain.cluster.place import Place
+from dynatrain.cluster.ranks import Ranks
+from dynatrain.cluster.summons import GONE_SECONDS
+from dynatrain.cluster.vitals import Vitals
+from dynatrain.cluster.worlds import crossing_board
+from dynatrain.observe.log import Log, Tail
+from dynatrain.observe.requests import Answer, Inbox, Request, read_answer, submit
+from dynatrain.observe.run import RunFolder
+
+PATIENCE, LEAVE_SECONDS = 5.0, 3.0
+
+
+@dataclass
+class FakeSpawner:
+    """Keeps the orders; ranks do what the test says."""
+
+    forked: list = field(default_factory=list)
+    killed: list[int] = field(default_factory=list)
+
+    def fork(self, context) -> None:
+        self.forked.append(context)
+
+    def signal(self, member: int, number: int) -> None:
+        if number == 9:
+            self.killed.append(member)
+
+
+def resize(present: str, size: int, named: str) -> str:
+    if size > 5:
+        raise ValueError(f"{size} ranks: at most 5; nearest: 5")
+    return named or present.rstrip("0123456789") + str(size)
+
+
+class Node:
+    """One agent, as far as members are concerned."""
+
+    def __init__(self, cluster: "Cluster", node: int) -> None:
+        self.job = Job(
+            run=cluster.run,
+            attempt=0,
+            place=Place(node=node, nodes=2, host="h", port=1, nonce="s"),
+            world_size=2,
+            layout="dp2",
+            resize=resize,
+            device="cpu",
+            liveness_seconds=PATIENCE,
+            grace_seconds=0.0,
+            leave_seconds=LEAVE_SECONDS,
+            announce=print,
+        )
+        self.spawner = FakeSpawner()
+        self.ranks = Ranks(self.spawner)
+        clock = lambda: cluster.now  # noqa: E731
+        self.pulse = Pulse(cluster.board, clock)
+        self.part = Part(
+            cluster.store,
+            self.ranks,
+            self.pulse,
+            lambda summons: contexts(
+                self.job, cluster.meeting, summons.newcomers, summons.new, generation=summons.generation
+            ),
+            cluster.log,
+            patience=PATIENCE,
+            leave_seconds=LEAVE_SECONDS,
+            world=(0, 1),
+        )
+        self.peers = Peers(cluster.board, self.job.place, clock)
+        self.vitals = Vitals(
+            self.ranks,
+            self.pulse,
+            self.part,
+            self.peers,
+            patience=PATIENCE,
+            pause=lambda _: None,
+            logs=cluster.run.logs,
+        )
+
+
+class Cluster:
+    """Two nodes with a rank each."""
+
+    def __init__(self, folder, *, devices: int = 0) -> None:
+        self.now = 0.0
+        self.run = RunFolder.create(folder / "run", config="", environment={})
+        self.store = HashStore()
+        self.board = Board(self.store, 2)
+        self.log = Log(self.run.events, generation=0, attempt=0)
+        self.meeting = Meeting(
+            store=SimpleNamespace(port=1),
+            run=self.store,
+            board=self.board,
+            world_size=2,
+            devices=dict.fromkeys(range(2), devices),
+            device="cuda" if devices else "cpu",
+            backend="gloo",
+            realtime=False,
+            attempt=0,
+            note="",
+        )
+        self.nodes = [Node(self, node) for node in range(2)]
+        self.desk = Desk(Inbox(self.run.requests), self.board, self.log)
+        first = self.nodes[0]
+        self.lead = Lead(first.job, self.meeting, self.desk, first.peers, self.log, lambda: self.now)
+        self.stopping = False
+        for member, node in enumerate(self.nodes):
+            node.ranks.fork([SimpleNamespace(member=member)])
+            self.alive(member)
+            node.pulse.watch([member])
+        self.numbers: dict[str, int] = {}
+
+    def node_of(self, member: int) -> Node:
+        return next(node for node in self.nodes if member in node.ranks)
+
+    def alive(self, member: int) -> None:
+        self.node_of(member).ranks.note(Report(kind="forked", member=member, pid=100 + member))
+
+    def beat(self, *members: int, layout: str = "") -> None:
+        for member in members:
+            beat = Beat(number=int(self.now * 1000) + 1, layout=layout)
+            self.board.post(beat_key(member), json.dumps({"number": beat.number, "layout": layout}))
+
+    def end(self, member: int, code: int = 0, signal: int = 0) -> None:
+        report = Report(kind="ended", member=member, pid=100 + member, code=code, signal=signal)
+        self.node_of(member).ranks.note(report)
+
+    def tick(self, seconds: float = 0.2, times: int = 4, nodes: int = 2) -> None:
+        """As agents do it: a few times, so that all have heard what follows."""
+        for _ in range(times):
+            self.now += seconds / times
+            for node in self.nodes[:nodes]:
+                node.pulse.look()
+                node.peers.look()
+                living = node.ranks.living
+                node.peers.say(Status(living=living, heard=node.part.heard, lost=node.part.lost))
+                if node is self.nodes[0]:
+                    self.desk.serve()
+                    self.lead.look(stopping=self.stopping)
+                node.part.look(self.now)
+
+    def ask(self, name: str, **arguments: object) -> None:
+        submit(self.run.requests, Request(id=name, verb="scale", arguments=arguments))
+        self.tick()
+
+    def asked(self) -> dict:
+        """What the ranks are asked last."""
+        self.number = self.board.news() - 1
+        return json.loads(self.board.read(self.number))
+
+    def reply(self, outcome: str, message: str = "") -> None:
+        self.board.answer(self.number, Answer(outcome=outcome, message=message, switch=4).to_json())
+        self.tick()
+
+    def answer(self, name: str) -> Answer | None:
+        return read_answer(self.run.requests, name)
+
+    def failures(self) -> list[str]:
+        return [node.vitals.failure(self.now, stopping=self.stopping) for node in self.nodes]
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return Cluster(tmp_path)
+
+
+def grown(cluster: Cluster) -> None:
+    """To members 0, 2 on node 0 and 1, 3 on node 1."""
+    cluster.ask("grow", size=4)
+    cluster.beat(2, 3)
+    cluster.tick()
+    cluster.asked()
+    cluster.reply("done")
+    cluster.tick()
+    assert cluster.answer("grow").outcome == "done"
+
+
+def test_newcomers_are_forked_asked_for_when_they_have_beaten_and_admitted_by_the_ranks_answer(cluster) -> None:
+    cluster.ask("a", size=4, mode="keep")
+    contexts_told = [node.spawner.forked[1:] for node in cluster.nodes]
+    assert [[(c.member, c.rank, c.local_rank) for c in told] for told in contexts_told] == [[(2, 1, 1)], [(3, 3, 1)]]
+    told = contexts_told[0][0]
+    assert (told.joins, told.world_size, told.generation, told.ranks_per_node) == (True, 4, 1, 1)
+    cluster.beat(2)
+    cluster.tick()
+    assert cluster.board.news() == 0
+    cluster.beat(3)
+    cluster.tick(nodes=1)
+    assert [node.part.summons.stage for node in cluster.nodes] == ["asked", "coming"]
+    assert cluster.board.news() == 0  # not before the other agent has said that it has heard: its ranks may leave then
+    cluster.tick()
+    asked = cluster.asked()
+    assert (asked["id"], asked["verb"]) == ("a", "scale")
+    assert asked["arguments"] == {"layout": "dp4", "members": [0, 2, 1, 3], "generation": 1, "mode": "keep"}
+    assert cluster.nodes[0].part.members == (0,)
+    cluster.reply("done", "dp4 since step 7")
+    cluster.tick()
+    assert cluster.answer("a") == Answer(outcome="done", message="dp4 since step 7", switch=4)
+    assert [node.part.members for node in cluster.nodes] == [(0, 2), (1, 3)]
+    assert cluster.nodes[1].part.name(1) == "rank 2 (member 1, process 101)"
+
+
+def test_it_is_done_when_leavers_are_gone_and_those_that_cling_are_killed(cluster) -> None:
+    grown(cluster)
+    cluster.ask("b", leave=[0, 2])
+    cluster.end(1, signal=9)  # a leaver may be gone, and badly, before its agent knows that it may go
+    for _ in range(3):
+        cluster.tick()
+        assert cluster.failures() == ["", ""]
+    assert cluster.asked()["arguments"]["members"] == [2, 3]
+    cluster.reply("done")
+    cluster.tick()
+    assert cluster.answer("b") is None
+    cluster.tick(LEAVE_SECONDS - 1)
+    assert cluster.nodes[0].spawner.killed == []
+    cluster.tick(1)
+    assert cluster.nodes[0].spawner.killed == [0]
+    cluster.tick()
+    assert cluster.answer("b") is None
+    cluster.end(0, signal=9)
+    cluster.beat(2, 3)
+    cluster.tick()
+    assert cluster.answer("b").outcome == "done"
+    assert cluster.failures() == ["", ""]
+    assert [line["member"] for line in Tail(cluster.run.events).new() if line["kind"] == "overdue"] == [0]
+    assert [node.vitals.over() for node in cluster.nodes] == [False, False]
+
+
+def test_a_leaver_that_hangs_in_the_kernel_holds_its_place_and_nobody_up(tmp_path) -> None:
+    cluster = Cluster(tmp_path, devices=2)
+    grown(cluster)
+    cluster.ask("b", leave=[1])
+    cluster.tick()
+    cluster.asked()
+    cluster.reply("done")
+    cluster.tick(LEAVE_SECONDS + GONE_SECONDS + 1)
+    cluster.tick()
+    assert "not gone: members [2]" in cluster.answer("b").message
+    cluster.ask("c", size=4)
+    assert cluster.answer("c").message == "4 ranks need 1 more places than are free; nearest: 3 ranks"
+    cluster.end(2, signal=9)
+    cluster.tick()
+    cluster.ask("d", size=4)
+    assert [c.device for c in cluster.nodes[0].spawner.forked[-1:]] == ["cuda:1"]
+
+
+def test_a_lost_newcomer_gives_the_crossing_up_before_and_after_the_ranks_were_asked(cluster) -> None:
+    cluster.ask("a", size=3)
+    cluster.end(2, code=1)
+    cluster.tick()
+    cluster.tick()
+    assert cluster.answer("a").outcome == "aborted"
+    assert "member 2 (process 0) ended with code 1 before it had joined" in cluster.answer("a").message
+    assert (cluster.board.news(), cluster.failures()) == (0, ["", ""])
+    cluster.ask("b", size=3)
+    cluster.beat(3)
+    cluster.tick()
+    assert cluster.asked()["arguments"]["generation"] == 2
+    cluster.end(3, signal=11)
+    cluster.tick()
+    go = crossing_board(cluster.store, 2, 3).go_edge(2)
+    assert "member 3 (process 0) was killed by SIGSEGV" in go.reason
+    assert cluster.answer("b") is None  # the ranks may have decided before
+    cluster.reply("aborted", go.reason)
+    cluster.tick()
+    assert cluster.answer("b").outcome == "aborted"
+    assert [node.part.world for node in cluster.nodes] == [(0, 1)] * 2
+
+
+def test_a_silent_newcomer_is_killed_and_its_place_taken_by_the_next(cluster) -> None:
+    cluster.ask("a", size=3)
+    for _ in range(3):
+        cluster.beat(0, 1)
+        cluster.tick(PATIENCE / 2)
+    assert cluster.nodes[0].spawner.killed == [2]
+    assert cluster.answer("a") is None
+    cluster.end(2, signal=9)
+    cluster.tick()
+    assert "no sign of life for 5 s from member 2" in cluster.answer("a").message
+    cluster.ask("b", size=3)
+    assert [(c.member, c.local_rank) for c in cluster.nodes[0].spawner.forked[1:]] == [(2, 1), (3, 1)]
+
+
+def test_requests_wait_for_each_other_and_what_cannot_be_is_answered_at_once(cluster) -> None:
+    cluster.ask("a", size=3)
+    cluster.ask("b", size=6)
+    assert cluster.answer("b") is None
+    cluster.stopping = True
+    cluster.tick()
+    cluster.end(2, signal=9)
+    cluster.tick()
+    assert cluster.answer("a").message == "the run is stopping"
+    assert cluster.answer("b") is None
+    cluster.stopping = False
+    cluster.tick()
+    assert cluster.answer("b") == Answer(outcome="refused", message="6 ranks: at most 5; nearest: 5")
+    cluster.ask("c", size=2)
+    assert cluster.answer("c").outcome == "unchanged"
+    cluster.ask("d", leave=[2])
+    assert cluster.answer("d").message == "there are no ranks [2]; the run has 0 to 1"
+    cluster.ask("e", size=2, layout="tp2", mode="tight")
+    assert cluster.asked()["verb"] == "switch"
+    assert cluster.asked()["arguments"] == {"layout": "tp2", "mode": "tight"}
+
+
+def test_a_layout_is_chosen_from_that_which_rank_0_said_last_or_a_crossing_made(cluster) -> None:
+    cluster.beat(0, layout="tp2")
+    cluster.ask("a", size=3)
+    cluster.beat(2)
+    cluster.tick()
+    assert cluster.asked()["arguments"]["layout"] == "tp3"
+    cluster.reply("aborted")
+    cluster.end(2)
+    cluster.tick()
+    cluster.ask("b", size=3, layout="dp3")
+    cluster.beat(3)
+    cluster.tick()
+    cluster.asked()
+    cluster.reply("done")
+    cluster.tick()
+    cluster.ask("c", size=2)  # rank 0 has not said yet that it is in dp3
+    cluster.tick()
+    assert cluster.asked()["arguments"]["layout"] == "dp2"
+
+
+def test_an_agent_without_ranks_waits_for_the_others_and_ends_as_they_do(cluster) -> None:
+    cluster.ask("a", leave=[1])
+    cluster.tick()
+    cluster.asked()
+    cluster.end(1)
+    cluster.reply("done")
+    cluster.tick()
+    assert cluster.answer("a").outcome == "done"
+    second = cluster.nodes[1].vitals
+    assert not second.over()
+    cluster.end(0, code=75)
+    assert (cluster.nodes[0].vitals.over(), cluster.nodes[0].vitals.code()) == (True, 75)
+    cluster.nodes[0].peers.say(Status(state="done", code=75))
+    cluster.nodes[1].peers.look()
+    assert (second.over(), second.code()) == (True, 75)
+
+
+def test_bad_ends_are_told_while_the_run_is_stopping_too(cluster) -> None:
+    cluster.stopping = True
+    cluster.end(1, code=1)
+    cluster.tick()
+    assert cluster.failures() == ["", "rank 1 (process 101) ended with code 1, in phase start, step 0"]
+
+
+def test_a_crossing_that_the_end_of_the_run_overtakes_is_answered(cluster) -> None:
+    cluster.ask("a", size=1)
+    cluster.tick()
+    cluster.asked()
+    cluster.end(0)
+    cluster.end(1)
+    assert not cluster.nodes[0].vitals.over()  # the answer may be on its way
+    cluster.tick()
+    cluster.tick()
+    assert cluster.answer("a") == Answer(outcome="aborted", message="the run has ended")
+    assert cluster.nodes[0].vitals.over()
+
+
+@pytest.mark.parametrize(("asked", "said"), [(False, "the run is stopping"), (True, "the run has ended")])
+def test_a_crossing_that_is_open_when_the_agent_ends_is_answered_and_closed(cluster, asked, said) -> None:
+    cluster.ask("a", size=3)
+    if asked:
+        cluster.beat(2)
+        cluster.tick()
+    cluster.lead.end()
+    assert cluster.answer("a") == Answer(outcome="aborted", message=said)
+    stages = [event["stage"] for event in Tail(cluster.run.events).new() if event["kind"] == "crossing"]
+    assert stages == ["coming", *["asked"] * asked, "undone"]
