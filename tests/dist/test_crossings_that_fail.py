@@ -92,6 +92,7 @@ def check(faults, found, alone):
         assert newcomer is None if fault.dies and fault.holder == len(OLD) else "refused" in newcomer, (fault, newcomer)
 
 
+@pytest.mark.sweep
 def test_a_newcomer_or_a_stayer_that_raises_leaves_the_old_world_with_equal_bits():
     faults = (Fault("received", 0, 2), Fault("check", -1, 1))
     check(faults, *aborted(faults, 20, 15.0))

@@ -160,6 +160,7 @@ def test_experts_with_gate_and_up_and_their_adapters_in_one_train_through_switch
             torch.testing.assert_close(value, kept[key], rtol=0, atol=1e-12)
 
 
+@pytest.mark.sweep
 def test_every_bit_of_them_goes_there_and_back_in_both_modes_and_into_the_plain_model(tmp_path):
     def work(world):
         failing = [True]

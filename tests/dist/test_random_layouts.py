@@ -14,7 +14,7 @@ from dynatrain.space import optimizers as schemas
 from dynatrain.train.optimizers import adamw8bit
 
 SHORT = (35,)
-"""Seeds that are tried every time, on four ranks."""
+"""Seeds that are tried first, on four ranks."""
 
 
 @pytest.fixture
@@ -52,6 +52,7 @@ def check(seed, monkeypatch, say):
     assert np.abs(np.subtract([step[1] for step in found[0]["steps"]], losses)).max() <= 1e-12, case
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", SHORT)
 def test_a_random_walk_of_four_ranks_is_the_oracles_run(seed, monkeypatch, say):
     check(seed, monkeypatch, say)
