@@ -89,6 +89,9 @@ def check(faults, found, alone):
             assert (f"PlantedError: {fault.event}" in reason) != fault.dies, (fault, reason)
     for number, fault in enumerate(faults):
         newcomer = found[2 + number]
+        if fault.event == "build" and fault.holder in OLD and isinstance(newcomer, RuntimeError):
+            assert "did not come to make a group" in str(newcomer)  # an agent would not have let it wait so long
+            continue
         assert newcomer is None if fault.dies and fault.holder == len(OLD) else "refused" in newcomer, (fault, newcomer)
 
 
