@@ -19,7 +19,6 @@ from dynatrain.app.commands import plan as plan_command
 from dynatrain.app.commands import switch as switch_command
 from dynatrain.app.main import COMMANDS, main
 from dynatrain.app.mistake import MistakeError, all_of
-from dynatrain.app.output import seconds, size
 from dynatrain.app.runs import certificates, switch_folders
 from dynatrain.app.summary import conclude
 from dynatrain.observe.mark import AgentMark
@@ -382,19 +381,6 @@ def test_a_rank_s_part_of_a_plan_of_1024_ranks_is_shown_and_the_whole_judged_in_
     assert record["part"]["receives"]
     assert set(record["seconds"]) == {"part", "whole", "judge"}
     assert len(record["peak_bytes"]) == 1024
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (27546012, "27.5 MB"), (999_999, "1 MB"), (None, "-")],
-)
-def test_bytes_have_three_digits_and_a_unit(count, text):
-    assert size(count) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(None, "-"), (0.0123, "12.3 ms"), (1.5, "1.5 s"), (125, "2:05 min")])
-def test_seconds_have_a_unit_that_fits(value, text):
-    assert seconds(value) == text
 
 
 def test_the_module_is_the_command(tmp_path):
