@@ -63,7 +63,8 @@ def adopt(
 def _like(template: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     value = shard_like(template, flat)
     if isinstance(template, nn.Parameter):
-        return nn.Parameter(value, requires_grad=template.requires_grad)
+        value = nn.Parameter(value, requires_grad=template.requires_grad)
+        vars(value).update(vars(template))  # the user's marks
     return value
 
 

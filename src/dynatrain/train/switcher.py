@@ -38,12 +38,13 @@ from dynatrain.train.course import Course
 from dynatrain.train.first import Initial, blank, first_world, join, register
 from dynatrain.train.install import survey
 from dynatrain.train.loading import Rename, load
+from dynatrain.train.party import DataParallel
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saved, Saver, SavingError
 from dynatrain.train.saving import Saves
 from dynatrain.train.segments import Fused, Segments
 from dynatrain.train.standing import standing
-from dynatrain.train.targets import DataParallel, Read, same_meaning, served, whole_world
+from dynatrain.train.targets import Read, same_meaning, served, whole_world
 from dynatrain.train.turns import Turns
 from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
@@ -80,8 +81,8 @@ class Switcher:
             model does not allow; None checks the world size alone.
         device: where state lies; by default this process's CUDA device where the default group is NCCL's, else the CPU.
         memory: where its memory comes from; made where it is None.
-        data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; with
-            ``fixed``, a loop in which FSDP2 averages gradients keeps its number of data ranks.
+        data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; ``own``
+            where it also reduces gradients itself; with ``fixed``, one that FSDP2 averages for keeps its data ranks.
         saves: where and when the job is saved; None for never.
         save_at_stop: a job that is saved is also saved when it is stopped.
         on_saved: told of every save that has ended, well or not.
@@ -136,12 +137,11 @@ class Switcher:
             deadline=deadline,
             budget=budget,
             unequal_copies=unequal_copies,
+            data_parallel=data_parallel,
             **more,
         )
         self._recorder = recorder
-        self._loads = 0
-        self._inside = False
-        self.step = 0
+        self._loads, self._inside, self.step = 0, False, 0
         read = legal or whole_world
         arrival = self._arrival = arrive(party) if worlds and worlds.joins else None
         made, first, fill = party.groups, layout, initial

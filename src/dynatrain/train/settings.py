@@ -1,0 +1,307 @@
+"""What a loop has set since ``build``, and no tensor holds: carried to the next modules, or refused by name.
+
+``build`` makes modules anew in every layout. What was set afterwards (a dropout's ``p``, ``eval()`` of a frozen part, a
+flag of a data-dependent initialisation, ``requires_grad``, a mark on a parameter, FSDP2's switches) is known by
+comparing with what was there right after ``build``. It goes to the module, parameter or FSDP unit of the same name, on
+the rank that has it in the next layout: from itself where it had it, else from what all ranks tell each other.
+
+Carried are truth values, numbers, texts and None; functions and types too, where modules stay on their ranks. Refused
+by name: a tensor kept in an attribute since ``build``, what has no counterpart in the next layout, and what ``build``
+itself sets differently there, as it cannot be told which of the two counts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from dynatrain.models.names import WRAPPERS, NameRule, strip_wrappers
+from dynatrain.space.ownership import Ownership
+from dynatrain.space.tensor import Catalogue
+from dynatrain.train.agreement import SwitchAbortedError
+from dynatrain.train.live import Entry
+from dynatrain.train.states import UnknownStateError
+from dynatrain.train.torch_private import fsdp_settings, set_fsdp
+
+Key = tuple[str, str]
+"""Whose setting (``module blocks.0.drop``, ``parameter out.weight``, ``FSDP unit blocks.0``), and which."""
+
+ABSENT = "(not there)"
+"""Stands for the value of a setting that is not there."""
+
+_PLAIN = (bool, int, float, str, type(None))
+_BY_REFERENCE = (FunctionType, BuiltinFunctionType, partial, type, torch.dtype)
+_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
+_WRAPPERS = frozenset().union(*WRAPPERS.values())
+_OWNER = "_owner"
+_UNSEEN = object()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A value that is known by its identity, and a tensor also by how often it was written."""
+
+    value: object
+    version: int = 0
+
+
+Settings = dict[Key, Any]
+"""Values by key: plain ones, functions and types as they are, all else that is looked at in a :class:`Held`."""
+
+
+def settings_of(parts: Sequence[nn.Module], found: Mapping[str, Entry], rule: NameRule) -> Settings:
+    """All settings of a world's modules, parameters and FSDP units, as they are now."""
+    now: Settings = {}
+    for name, module in _modules(parts, rule):
+        for attribute, value in _attributes(module):
+            now.setdefault((f"module {name}", attribute), value)
+        if isinstance(module, FSDPModule):
+            plain, held = fsdp_settings(module)
+            now |= {(f"FSDP unit {name}", setting): value for setting, value in plain.items()}
+            now |= {(f"FSDP unit {name}", setting): Held(value) for setting, value in held.items()}
+    for name, entry in found.items():
+        if isinstance(entry.value, nn.Parameter):
+            now[f"parameter {name}", "requires_grad"] = entry.value.requires_grad
+            for attribute, value in vars(entry.value).items():
+                now[f"parameter {name}", attribute] = value if _carried(value) else Held(value)
+    return now
+
+
+def changes(built: Settings, now: Settings) -> dict[Key, tuple[Any, Any]]:
+    """``{key: (value right after build, value now)}`` of what was set since.
+
+    Raises:
+        UnknownStateError: what could be carried to no other layout, all of it, by name.
+    """
+    found, problems = {}, []
+    keys = built.keys() | now.keys()
+    for key in sorted(key for key in keys if not _same(built.get(key, ABSENT), now.get(key, ABSENT))):
+        (whose, which), value = key, now.get(key, ABSENT)
+        if not isinstance(value, Held):
+            found[key] = (built.get(key, ABSENT), value)
+        elif isinstance(value.value, torch.Tensor):
+            problems.append(
+                f"{which} of {whose} is a tensor that was put there, or written, since build, and is neither parameter "
+                "nor buffer: register a buffer (persistent=False where no file is to have it), or delete it after use"
+            )
+        else:
+            problems.append(f"{which} of {whose} was set since build, to {type(value.value).__name__}: set it in build")
+    if problems:
+        raise UnknownStateError("; ".join(problems))
+    return found
+
+
+def require_portable(changed: Mapping[Key, tuple[Any, Any]]) -> None:
+    """Refuse what could not be told to another rank.
+
+    Raises:
+        UnknownStateError: all of it, by name.
+    """
+    if stuck := [f"{which} of {whose}" for (whose, which), (_, now) in changed.items() if type(now) not in _PLAIN]:
+        raise UnknownStateError(
+            f"{', '.join(stuck)}: set since build to what cannot follow to another stage or process: set it in build"
+        )
+
+
+def tell(changed: Mapping[Key, tuple[Any, Any]]) -> list[list[Any]]:
+    """What this rank tells all others before a switch, as JSON values; for :func:`hear`."""
+    return [[*key, *(value if type(value) in _PLAIN else ABSENT for value in pair)] for key, pair in changed.items()]
+
+
+def hear(
+    told: Sequence[list[list[Any]]],
+    mine: Mapping[Key, tuple[Any, Any]],
+    catalogue: Catalogue,
+    ownership: Ownership,
+    *,
+    travels: bool,
+) -> dict[Key, tuple[Any, Any]]:
+    """This rank's changes, and where modules travel everybody's, out of all ranks' :func:`tell`.
+
+    Args:
+        told: by rank of the old world, or by holder.
+        mine: this rank's own.
+        catalogue: all tensors.
+        ownership: the old one, which says who has a parameter.
+        travels: a rank may get modules that it had not.
+
+    Raises:
+        SwitchAbortedError: a parameter's setting is not equal on all ranks that have it, or what is to travel is not
+            equal; by name, on every rank alike.
+    """
+    by_key: dict[Key, dict[int, tuple[Any, Any]]] = {}
+    for rank, lines in enumerate(told):
+        for whose, which, before, now in lines:
+            by_key.setdefault((whose, which), {})[rank] = (before, now)
+    holders = {
+        f"parameter {name}": [rank for rank in range(len(told)) if ownership.box(tensor, rank) is not None]
+        for tensor in catalogue
+        for name in {tensor.name, tensor.within}
+        if any(whose == f"parameter {name}" for whose, _ in by_key)
+    }
+    problems = []
+    for key, of in sorted(by_key.items()):
+        first, *_ = of
+        others = [rank for rank in holders.get(key[0], of) if rank not in of or not _same(of[rank], of[first])]
+        if others and (travels or key[0] in holders):
+            problems.append(f"{key[1]} of {key[0]} is not equal on all ranks: ranks {others} differ from rank {first}")
+    if problems:
+        raise SwitchAbortedError("; ".join(problems))
+    everybody = {key: pair for key, of in by_key.items() for pair in of.values()} if travels else {}
+    return everybody | dict(mine)
+
+
+def require_takers(changed: Mapping[Key, tuple[Any, Any]], built: Settings, *, travels: bool) -> None:
+    """Refuse changes that the next world cannot take over.
+
+    Args:
+        changed: since the old world's build.
+        built: the next world's settings right after its build.
+        travels: modules may have gone to other ranks, so that their absence here says nothing.
+
+    Raises:
+        UnknownStateError: all of it, by name.
+    """
+    problems = []
+    owners = {whose for whose, _ in built}
+    for (whose, which), (before, now) in changed.items():
+        if whose not in owners:
+            if not travels:
+                problems.append(f"{which} of {whose} was set since build, and the next layout has no {whose}")
+        elif not _same(there := built.get((whose, which), ABSENT), before):
+            problems.append(
+                f"{which} of {whose} was set to {now!r} since build, which makes it {before!r} in this layout and "
+                f"{there!r} in the next: let build alone set it, or make it equal in both"
+            )
+    if problems:
+        raise UnknownStateError("; ".join(problems))
+
+
+def apply(
+    parts: Sequence[nn.Module],
+    found: Mapping[str, Entry],
+    rule: NameRule,
+    built: Settings,
+    changed: Mapping[Key, tuple[Any, Any]],
+) -> None:
+    """Set on a world's modules, parameters and FSDP units what was changed on those of the old one.
+
+    Args:
+        parts: the modules, before their first forward; mutated.
+        found: their tensors.
+        rule: of canonical names.
+        built: their settings right after build.
+        changed: what :func:`hear` gave.
+
+    Raises:
+        UnknownStateError: as :func:`require_takers`.
+    """
+    if not changed:
+        return
+    require_takers(changed, built, travels=True)
+    by_owner: dict[str, dict[str, Any]] = {}
+    for (whose, which), (_, now) in changed.items():
+        by_owner.setdefault(whose, {})[which] = now
+    for name, module in _modules(parts, rule):
+        values = by_owner.get(f"module {name}", {})
+        wrapper = _kind(module).__name__ in _WRAPPERS
+        _set(module, {key: value for key, value in values.items() if key == "training" or not wrapper})
+        if isinstance(module, FSDPModule):
+            set_fsdp(module, by_owner.get(f"FSDP unit {name}", {}))
+    for name, entry in found.items():
+        _set(entry.value, by_owner.get(f"parameter {name}", {}))
+
+
+def refuse_meta(parts: Sequence[nn.Module], found: Mapping[str, Entry]) -> None:
+    """Refuse a build on meta whose modules keep plain tensors, which nothing would fill.
+
+    Raises:
+        UnknownStateError: all of them, by name.
+    """
+    known = {id(entry.value) for entry in found.values()}
+    lost = [
+        f"{name}.{attribute}".removeprefix(".")
+        for part in parts
+        for name, module in part.named_modules()
+        for attribute, value in vars(module).items()
+        if attribute not in _TORCHS_OWN and any(one.is_meta and id(one) not in known for one in _tensors(value))
+    ]
+    if lost:
+        raise UnknownStateError(
+            f"{', '.join(lost)}: plain tensors of modules, neither parameters nor buffers; every later layout is built "
+            "on meta, where they have no values: register buffers (persistent=False where no file is to have them)"
+        )
+
+
+def _modules(parts: Sequence[nn.Module], rule: NameRule) -> Iterator[tuple[str, nn.Module]]:
+    for part in parts:
+        for path, module in part.named_modules():
+            yield _name(part, path, rule) or "(the model)", module
+
+
+def _name(part: nn.Module, path: str, rule: NameRule) -> str:
+    inside = f"{path}.{_OWNER}" if path else _OWNER
+    try:
+        name = rule(part, inside)
+    except Exception:  # noqa: BLE001 - a rule for tensors alone, such as a table
+        name = inside
+    name = name if name.endswith(_OWNER) else inside
+    return strip_wrappers(part, name).removesuffix(_OWNER).removesuffix(".")
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    kind = _kind(module)
+    if kind.__name__ in _WRAPPERS:
+        yield "training", module.training
+        return
+    private = kind.__module__.startswith("torch.")
+    for attribute, value in vars(module).items():
+        if attribute in _TORCHS_OWN or (private and attribute.startswith("_")):
+            continue
+        if _carried(value):
+            yield attribute, value
+        elif isinstance(value, torch.Tensor) and value.grad_fn is None:
+            yield attribute, Held(value, value._version)  # noqa: SLF001 - public in all but its name
+        else:  # a container, an object; or a result of the last forward, which the next one makes again
+            yield attribute, _UNSEEN
+
+
+def _kind(module: nn.Module) -> type:
+    """The module's class as it was before FSDP2 put one of its own in its place."""
+    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+
+
+def _carried(value: Any) -> bool:
+    return type(value) in _PLAIN or isinstance(value, _BY_REFERENCE)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Held) and isinstance(other, Held):
+        return one.value is other.value and one.version == other.version
+    if type(one) in _PLAIN:
+        return (type(one) is type(other) and repr(one) == repr(other)) or other is _UNSEEN  # by text: nan is nan
+    return one is other
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        yield from (one for one in value if isinstance(one, torch.Tensor))
+    elif isinstance(value, dict):
+        yield from (one for one in value.values() if isinstance(one, torch.Tensor))
+
+
+def _set(owner: nn.Module | torch.Tensor, values: Mapping[str, Any]) -> None:
+    for which, value in values.items():
+        if which == "requires_grad":
+            owner.requires_grad_(value)
+        elif not isinstance(value, str) or value != ABSENT:
+            setattr(owner, which, value)
+        elif hasattr(owner, which):
+            delattr(owner, which)
