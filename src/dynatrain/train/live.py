@@ -169,7 +169,7 @@ def misplaced(value: torch.Tensor, layout: Layout, rank: int) -> list[str]:
             problems.append(
                 f"axis {axis} of its mesh has rank {rank} at place {coordinates and coordinates[dim]} of ranks "
                 f"{members}, {layout.axes} at place {layout.index(axis, rank)} of {wanted}; cut the mesh that build is "
-                "given (mesh['fsdp'], mesh['tp'], ...), or name the order in the layout (order_...)"
+                "given (mesh['fsdp'], mesh['tp'], ...): an order of your own belongs into the layout (order_...)"
             )
     return problems
 

@@ -147,7 +147,8 @@ def hear(
     problems = []
     for key, of in sorted(by_key.items()):
         first, *_ = of
-        others = [rank for rank in holders.get(key[0], of) if rank not in of or not _same(of[rank], of[first])]
+        having = holders.get(key[0], of)
+        others = [rank for rank in having if rank not in of or not all(map(_same, of[rank], of[first]))]
         if others and (travels or key[0] in holders):
             problems.append(f"{key[1]} of {key[0]} is not equal on all ranks: ranks {others} differ from rank {first}")
     if problems:
