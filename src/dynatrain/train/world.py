@@ -27,7 +27,8 @@ Build = Callable[[DeviceMesh, Layout], tuple[Any, Any]]
 ``parallelize`` and optimizer. Several optimizers over different parameters become one, ``sw.optimizer``.
 
 Called under ``torch.device("meta")`` for every layout but the first, in a thread beside training: so it must make
-modules and nothing else, and neither seed nor draw from the process-wide random streams then."""
+modules and nothing else, and neither seed nor draw from the process-wide random streams then. Once at the start it is
+called like that for the first layout, too, to see that it does not."""
 
 MECHANICS = ("params", "foreach", "fused")
 """What a parameter group says of how to compute, which is the layout's business and is not carried."""
