@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from dynatrain.space.box import Box, shape_of, whole
 
 ITEMSIZE = {
-    "complex128": 16,
-    "complex64": 8,
     "float64": 8,
     "float32": 4,
     "bfloat16": 2,
@@ -32,6 +30,8 @@ ITEMSIZE = {
     "uint16": 2,
     "uint8": 1,
     "bool": 1,
+    "complex128": 16,
+    "complex64": 8,
 }
 """Bytes of one element, by dtype name as torch prints it without its prefix."""
 
