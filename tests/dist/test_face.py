@@ -33,7 +33,7 @@ def refused(act):
 
 AT_START = {
     "a mesh in another order": (reversed_mesh, "fsdp2", ["weight: axis fsdp", "at place", "mesh that build is given"]),
-    "a build that seeds": (seeds, "fsdp2", ["build on meta seeds", "Seed before Switcher"]),
+    "a build that seeds": (seeds, "fsdp2", ["build seeds", "on meta", "Seed before Switcher"]),
     "a build that draws": (draws, "fsdp2", ["draws from", "random streams"]),
     "a plain tensor": (build_with(make=Attribute), "fsdp2", ["freqs: plain tensors", "register buffers"]),
     "an unknown type": (build_with(make=Half), "fsdp2", ["table: buffer has dtype complex32", "float8_e4m3fn"]),
@@ -43,7 +43,7 @@ AT_START = {
 
 def test_a_foreign_model_that_would_be_switched_wrongly_is_refused_at_the_start():
     def work(world):
-        torch.manual_seed(5)
+        torch.manual_seed(0)  # as the build does that seeds
         said = {
             name: refused(lambda b=build, t=layout, n=name: switcher(world, b, t, name=n))
             for name, (build, layout, _) in AT_START.items()

@@ -49,11 +49,16 @@ def _built_on_meta(party: Party, groups: GroupPool, layout: Layout) -> World:
         UnknownStateError: it seeds or draws, which training would feel.
     """
     before = Streams.read(party.device)
-    world = make_world(party, groups, layout, on_meta=True)
-    if not Streams.read(party.device).same(before):
+    elsewhere = before.of_new_rank(-1, 0)  # where nobody seeds them to, so that any seed is seen
+    elsewhere.restore(party.device)
+    try:
+        world = make_world(party, groups, layout, on_meta=True)
+        moved = not Streams.read(party.device).same(elsewhere)
+    finally:
         before.restore(party.device)
+    if moved:
         raise UnknownStateError(
-            "build on meta seeds, or draws from, the process-wide random streams: every later layout is built beside "
+            "build seeds, or draws from, the process-wide random streams on meta: every later layout is built beside "
             "training, which draws from the same. Seed before Switcher(...), or in build where torch.empty(0) is not "
             "on meta, or let initial do it"
         )
