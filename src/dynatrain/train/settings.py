@@ -26,7 +26,7 @@ from dynatrain.space.tensor import Catalogue
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.live import Entry
 from dynatrain.train.states import UnknownStateError
-from dynatrain.train.torch_private import fsdp_settings, set_fsdp
+from dynatrain.train.torch_private import fsdp_settings, set_fsdp, times_written
 
 Key = tuple[str, str]
 """Whose setting (``module blocks.0.drop``, ``parameter out.weight``, ``FSDP unit blocks.0``), and which."""
@@ -267,7 +267,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
         if _carried(value):
             yield attribute, value
         elif isinstance(value, torch.Tensor) and value.grad_fn is None:
-            yield attribute, Held(value, value._version)  # noqa: SLF001 - public in all but its name
+            yield attribute, Held(value, times_written(value))
         else:  # a container, an object; or a result of the last forward, which the next one makes again
             yield attribute, _UNSEEN
 

@@ -302,6 +302,11 @@ def share_shard(module: nn.Module, path: str, param: nn.Parameter) -> None:
     state.sharded_param = param
 
 
+def times_written(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written in place, by any of its views."""
+    return tensor._version  # noqa: SLF001
+
+
 def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
     """Put ``value`` itself in the place of a buffer: persistent or not, and on meta or not, it stays what it was."""
     module._buffers[name] = value  # noqa: SLF001
