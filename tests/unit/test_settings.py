@@ -26,17 +26,8 @@ from dynatrain.space.ownership import Ownership, Placement
 from dynatrain.space.tensor import Tensor
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.live import entries
-from dynatrain.train.settings import (
-    ABSENT,
-    apply,
-    changes,
-    hear,
-    refuse_meta,
-    require_portable,
-    require_takers,
-    settings_of,
-    tell,
-)
+from dynatrain.train.module_settings import apply, refuse_meta, settings_of
+from dynatrain.train.settings import ABSENT, changes, hear, require_portable, require_takers, tell
 from dynatrain.train.states import UnknownStateError
 
 

@@ -32,9 +32,9 @@ from dynatrain.train.extra_state import give_extra_states
 from dynatrain.train.gradients import forget, give
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import bind, leaf_values, quiesce, remember, retire_world, unbind
+from dynatrain.train.module_settings import apply
 from dynatrain.train.preparation import Preparation
 from dynatrain.train.quiet import agree_on, facts_of, stand_still
-from dynatrain.train.settings import apply
 from dynatrain.train.streams import Streams
 from dynatrain.train.world import World
 

@@ -32,12 +32,12 @@ from dynatrain.train.live import (
     merge,
     reshard,
 )
+from dynatrain.train.module_settings import apply, refuse_meta, settings_of
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.party import Party
 from dynatrain.train.registered import check_holders, common, snapshot
 from dynatrain.train.retire import retire
 from dynatrain.train.segments import SegmentError, held_shape
-from dynatrain.train.settings import apply, refuse_meta, settings_of
 from dynatrain.train.states import Form, Leaf, UnknownStateError, forms, replace_leaves
 from dynatrain.train.torch_private import local_tensor
 from dynatrain.train.world import GRAD, Forwards, World, as_parts, carry_groups

@@ -10,10 +10,11 @@ from dynatrain.train.extra_state import check_extra_states, hear, speaks
 from dynatrain.train.extra_state import tell as tell_extra
 from dynatrain.train.gradients import agree_untouched, take
 from dynatrain.train.install import check_carried, check_tensors, other_states, quiesce, refuse_pinned
+from dynatrain.train.module_settings import settings_of
 from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
 from dynatrain.train.registered import common
-from dynatrain.train.settings import changes, require_portable, require_takers, settings_of, tell
+from dynatrain.train.settings import changes, require_portable, require_takers, tell
 from dynatrain.train.settings import hear as agree_settings
 from dynatrain.train.states import UnknownStateError
 from dynatrain.train.world import World

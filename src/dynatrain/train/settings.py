@@ -10,23 +10,18 @@ by name: a tensor kept in an attribute since ``build``, what has no counterpart 
 itself sets differently there, as it cannot be told which of the two counts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from dynatrain.models.names import WRAPPERS, NameRule, strip_wrappers
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue
 from dynatrain.train.agreement import SwitchAbortedError
-from dynatrain.train.live import Entry
 from dynatrain.train.states import UnknownStateError
-from dynatrain.train.torch_private import fsdp_settings, set_fsdp, times_written
 
 Key = tuple[str, str]
 """Whose setting (``module blocks.0.drop``, ``parameter out.weight``, ``FSDP unit blocks.0``), and which."""
@@ -36,10 +31,8 @@ ABSENT = "(not there)"
 
 _PLAIN = (bool, int, float, str, type(None))
 _BY_REFERENCE = (FunctionType, BuiltinFunctionType, partial, type, torch.dtype)
-_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
-_WRAPPERS = frozenset().union(*WRAPPERS.values())
-_OWNER = "_owner"
-_UNSEEN = object()
+UNSEEN = object()
+"""Stands for a value that is not looked at: a container, an object, a result of the last forward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,24 +45,6 @@ class Held:
 
 Settings = dict[Key, Any]
 """Values by key: plain ones, functions and types as they are, all else that is looked at in a :class:`Held`."""
-
-
-def settings_of(parts: Sequence[nn.Module], found: Mapping[str, Entry], rule: NameRule) -> Settings:
-    """All settings of a world's modules, parameters and FSDP units, as they are now."""
-    now: Settings = {}
-    for name, module in _modules(parts, rule):
-        for attribute, value in _attributes(module):
-            now.setdefault((f"module {name}", attribute), value)
-        if isinstance(module, FSDPModule):
-            plain, held = fsdp_settings(module)
-            now |= {(f"FSDP unit {name}", setting): value for setting, value in plain.items()}
-            now |= {(f"FSDP unit {name}", setting): Held(value) for setting, value in held.items()}
-    for name, entry in found.items():
-        if isinstance(entry.value, nn.Parameter):
-            now[f"parameter {name}", "requires_grad"] = entry.value.requires_grad
-            for attribute, value in vars(entry.value).items():
-                now[f"parameter {name}", attribute] = value if _carried(value) else Held(value)
-    return now
 
 
 def changes(built: Settings, now: Settings) -> dict[Key, tuple[Any, Any]]:
@@ -176,108 +151,15 @@ def require_takers(changed: Mapping[Key, tuple[Any, Any]], built: Settings, *, t
                 problems.append(f"{which} of {whose} was set since build, and the next layout has no {whose}")
         elif not _same(there := built.get((whose, which), ABSENT), before):
             problems.append(
-                f"{which} of {whose} was set to {now!r} since build, which makes it {before!r} in this layout and "
-                f"{there!r} in the next: let build alone set it, or make it equal in both"
+                f"{which} of {whose} was set to {_brief(now)} since build, which makes it {_brief(before)} in this layout and "
+                f"{_brief(there)} in the next: let build alone set it, or make it equal in both"
             )
     if problems:
         raise UnknownStateError("; ".join(problems))
 
 
-def apply(
-    parts: Sequence[nn.Module],
-    found: Mapping[str, Entry],
-    rule: NameRule,
-    built: Settings,
-    changed: Mapping[Key, tuple[Any, Any]],
-) -> None:
-    """Set on a world's modules, parameters and FSDP units what was changed on those of the old one.
-
-    Args:
-        parts: the modules, before their first forward; mutated.
-        found: their tensors.
-        rule: of canonical names.
-        built: their settings right after build.
-        changed: what :func:`hear` gave.
-
-    Raises:
-        UnknownStateError: as :func:`require_takers`.
-    """
-    if not changed:
-        return
-    require_takers(changed, built, travels=True)
-    by_owner: dict[str, dict[str, Any]] = {}
-    for (whose, which), (_, now) in changed.items():
-        by_owner.setdefault(whose, {})[which] = now
-    for name, module in _modules(parts, rule):
-        values = by_owner.get(f"module {name}", {})
-        wrapper = _kind(module).__name__ in _WRAPPERS
-        _set(module, {key: value for key, value in values.items() if key == "training" or not wrapper})
-        if isinstance(module, FSDPModule):
-            set_fsdp(module, by_owner.get(f"FSDP unit {name}", {}))
-    for name, entry in found.items():
-        _set(entry.value, by_owner.get(f"parameter {name}", {}))
-
-
-def refuse_meta(parts: Sequence[nn.Module], found: Mapping[str, Entry]) -> None:
-    """Refuse a build on meta whose modules keep plain tensors, which nothing would fill.
-
-    Raises:
-        UnknownStateError: all of them, by name.
-    """
-    known = {id(entry.value) for entry in found.values()}
-    lost = [
-        f"{name}.{attribute}".removeprefix(".")
-        for part in parts
-        for name, module in part.named_modules()
-        for attribute, value in vars(module).items()
-        if attribute not in _TORCHS_OWN and any(one.is_meta and id(one) not in known for one in _tensors(value))
-    ]
-    if lost:
-        raise UnknownStateError(
-            f"{', '.join(lost)}: plain tensors of modules, neither parameters nor buffers; every later layout is built "
-            "on meta, where they have no values: register buffers (persistent=False where no file is to have them)"
-        )
-
-
-def _modules(parts: Sequence[nn.Module], rule: NameRule) -> Iterator[tuple[str, nn.Module]]:
-    for part in parts:
-        for path, module in part.named_modules():
-            yield _name(part, path, rule) or "(the model)", module
-
-
-def _name(part: nn.Module, path: str, rule: NameRule) -> str:
-    inside = f"{path}.{_OWNER}" if path else _OWNER
-    try:
-        name = rule(part, inside)
-    except Exception:  # noqa: BLE001 - a rule for tensors alone, such as a table
-        name = inside
-    name = name if name.endswith(_OWNER) else inside
-    return strip_wrappers(part, name).removesuffix(_OWNER).removesuffix(".")
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    kind = _kind(module)
-    if kind.__name__ in _WRAPPERS:
-        yield "training", module.training
-        return
-    private = kind.__module__.startswith("torch.")
-    for attribute, value in vars(module).items():
-        if attribute in _TORCHS_OWN or (private and attribute.startswith("_")):
-            continue
-        if _carried(value):
-            yield attribute, value
-        elif isinstance(value, torch.Tensor) and value.grad_fn is None:
-            yield attribute, Held(value, times_written(value))
-        else:  # a container, an object; or a result of the last forward, which the next one makes again
-            yield attribute, _UNSEEN
-
-
-def _kind(module: nn.Module) -> type:
-    """The module's class as it was before FSDP2 put one of its own in its place."""
-    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
-
-
-def _carried(value: Any) -> bool:
+def carried(value: Any) -> bool:
+    """Whether a value can be set on another object as it is."""
     return type(value) in _PLAIN or isinstance(value, _BY_REFERENCE)
 
 
@@ -285,24 +167,9 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Held) and isinstance(other, Held):
         return one.value is other.value and one.version == other.version
     if type(one) in _PLAIN:
-        return (type(one) is type(other) and repr(one) == repr(other)) or other is _UNSEEN  # by text: nan is nan
+        return (type(one) is type(other) and repr(one) == repr(other)) or other is UNSEEN  # by text: nan is nan
     return one is other
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        yield from (one for one in value if isinstance(one, torch.Tensor))
-    elif isinstance(value, dict):
-        yield from (one for one in value.values() if isinstance(one, torch.Tensor))
-
-
-def _set(owner: nn.Module | torch.Tensor, values: Mapping[str, Any]) -> None:
-    for which, value in values.items():
-        if which == "requires_grad":
-            owner.requires_grad_(value)
-        elif not isinstance(value, str) or value != ABSENT:
-            setattr(owner, which, value)
-        elif hasattr(owner, which):
-            delattr(owner, which)
+def _brief(value: Any) -> str:
+    return repr(value) if type(value) in _PLAIN else type(value.value if isinstance(value, Held) else value).__name__
