@@ -100,6 +100,8 @@ def test_a_setting_that_was_taken_away_is_taken_away():
     ("act", "words"),
     [
         (put_a_tensor, "seen of module inside is a tensor"),
+        (lambda net: setattr(net, "forward", functools.partial(net.forward)), "forward of module .* to partial"),
+        (lambda net: net.inside.compile(), "_compiled_call_impl of module inside"),
         (put_a_main_grad, "main_grad of parameter out.weight is a tensor"),
         (hook_the_reduction, "all_reduce_hook of FSDP unit"),
         (lambda net: setattr(net.out.bias, "owner", net), "owner of parameter out.bias was set since build"),
@@ -119,9 +121,9 @@ def test_results_of_a_forward_and_caches_are_made_anew():
     assert job.changed == {}
 
 
-def test_functions_stay_on_their_rank_and_are_refused_where_modules_travel():
+def test_types_stay_on_their_rank_and_are_refused_where_modules_travel():
     job = Job()
-    job.model.act = functools.partial(torch.clamp, min=0)
+    job.model.act = nn.GELU
 
     with pytest.raises(UnknownStateError, match="act of module"):
         require_portable(job.changed)

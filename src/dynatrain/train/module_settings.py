@@ -1,6 +1,8 @@
 """Settings of live modules, parameters and FSDP2 units: read, and set. See :mod:`dynatrain.train.settings`."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from dynatrain.train.torch_private import fsdp_settings, set_fsdp, times_written
 
 _TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
 _WRAPPERS = frozenset().union(*WRAPPERS.values())
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _OWNER = "_owner"
 
 
@@ -121,6 +124,8 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield attribute, value
         elif isinstance(value, torch.Tensor) and value.grad_fn is None:
             yield attribute, Held(value, times_written(value))
+        elif isinstance(value, _FUNCTIONS):
+            yield attribute, Held(value)
         else:  # a container, an object; or a result of the last forward, which the next one makes again
             yield attribute, UNSEEN
 

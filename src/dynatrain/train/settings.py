@@ -5,15 +5,13 @@ flag of a data-dependent initialisation, ``requires_grad``, a mark on a paramete
 comparing with what was there right after ``build``. It goes to the module, parameter or FSDP unit of the same name, on
 the rank that has it in the next layout: from itself where it had it, else from what all ranks tell each other.
 
-Carried are truth values, numbers, texts and None; functions and types too, where modules stay on their ranks. Refused
-by name: a tensor kept in an attribute since ``build``, what has no counterpart in the next layout, and what ``build``
-itself sets differently there, as it cannot be told which of the two counts.
+Carried are truth values, numbers, texts and None; types too, where modules stay on their ranks. Refused by name: a
+tensor kept in an attribute since ``build``; a function, which may belong to the old module; what has no counterpart in
+the next layout; and what ``build`` itself sets differently there, as it cannot be told which of the two counts.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ ABSENT = "(not there)"
 """Stands for the value of a setting that is not there."""
 
 _PLAIN = (bool, int, float, str, type(None))
-_BY_REFERENCE = (FunctionType, BuiltinFunctionType, partial, type, torch.dtype)
+_BY_REFERENCE = (type, torch.dtype)
 UNSEEN = object()
 """Stands for a value that is not looked at: a container, an object, a result of the last forward."""
 
@@ -44,7 +42,7 @@ class Held:
 
 
 Settings = dict[Key, Any]
-"""Values by key: plain ones, functions and types as they are, all else that is looked at in a :class:`Held`."""
+"""Values by key: plain ones and types as they are, all else that is looked at in a :class:`Held`."""
 
 
 def changes(built: Settings, now: Settings) -> dict[Key, tuple[Any, Any]]:
@@ -151,8 +149,8 @@ def require_takers(changed: Mapping[Key, tuple[Any, Any]], built: Settings, *, t
                 problems.append(f"{which} of {whose} was set since build, and the next layout has no {whose}")
         elif not _same(there := built.get((whose, which), ABSENT), before):
             problems.append(
-                f"{which} of {whose} was set to {_brief(now)} since build, which makes it {_brief(before)} in this layout and "
-                f"{_brief(there)} in the next: let build alone set it, or make it equal in both"
+                f"{which} of {whose} was set to {_brief(now)} since build, which makes it {_brief(before)} in this "
+                f"layout and {_brief(there)} in the next: let build alone set it, or make it equal in both"
             )
     if problems:
         raise UnknownStateError("; ".join(problems))
