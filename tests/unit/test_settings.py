@@ -101,7 +101,6 @@ def test_a_setting_that_was_taken_away_is_taken_away():
     [
         (put_a_tensor, "seen of module inside is a tensor"),
         (lambda net: setattr(net, "forward", functools.partial(net.forward)), "forward of module .* to partial"),
-        (lambda net: net.inside.compile(), "_compiled_call_impl of module inside"),
         (put_a_main_grad, "main_grad of parameter out.weight is a tensor"),
         (hook_the_reduction, "all_reduce_hook of FSDP unit"),
         (lambda net: setattr(net.out.bias, "owner", net), "owner of parameter out.bias was set since build"),

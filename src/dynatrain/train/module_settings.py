@@ -15,7 +15,7 @@ from dynatrain.train.settings import ABSENT, UNSEEN, Held, Key, Settings, carrie
 from dynatrain.train.states import UnknownStateError
 from dynatrain.train.torch_private import fsdp_settings, set_fsdp, times_written
 
-_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
+_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}  # this is speed alone
 _WRAPPERS = frozenset().union(*WRAPPERS.values())
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
 _OWNER = "_owner"
