@@ -107,8 +107,8 @@ def _name(part: nn.Module, path: str, rule: NameRule) -> str:
         name = rule(part, inside)
     except Exception:  # noqa: BLE001 - a rule for tensors alone, such as a table
         name = inside
-    name = name if name.endswith(_OWNER) else inside
-    return strip_wrappers(part, name).removesuffix(_OWNER).removesuffix(".")
+    name = name if name.endswith(_OWNER) else strip_wrappers(part, inside)
+    return name.removesuffix(_OWNER).removesuffix(".")
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -52,8 +52,9 @@ def changes(built: Settings, now: Settings) -> dict[Key, tuple[Any, Any]]:
         UnknownStateError: what could be carried to no other layout, all of it, by name.
     """
     found, problems = {}, []
-    keys = built.keys() | now.keys()
-    for key in sorted(key for key in keys if not _same(built.get(key, ABSENT), now.get(key, ABSENT))):
+    # Nearly all are the very objects that were there: a switch asks thousands inside the stall.
+    differ = {key for key, value in now.items() if value is not built.get(key, ABSENT)} | (built.keys() - now.keys())
+    for key in sorted(key for key in differ if not _same(built.get(key, ABSENT), now.get(key, ABSENT))):
         (whose, which), value = key, now.get(key, ABSENT)
         if not isinstance(value, Held):
             found[key] = (built.get(key, ABSENT), value)
