@@ -27,7 +27,7 @@ from dynatrain.space.tensor import Tensor
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.live import entries
 from dynatrain.train.module_settings import apply, refuse_meta, settings_of
-from dynatrain.train.settings import ABSENT, changes, hear, require_portable, require_takers, tell
+from dynatrain.train.settings import ABSENT, changes, hear, of_the_loop, require_portable, require_takers, tell
 from dynatrain.train.states import UnknownStateError
 
 
@@ -138,6 +138,16 @@ def test_what_the_next_build_has_not_or_sets_otherwise_is_refused():
     require_takers({key: (0.1, 0.5)}, {}, travels=True)  # another rank may have it
     with pytest.raises(UnknownStateError, match=r"makes it 0\.1 in this layout and 0\.2"):
         require_takers({key: (0.1, 0.5)}, {key: 0.2}, travels=True)
+    require_takers({key: (0.1, 0.2)}, {key: 0.2}, travels=True)  # as the next build has it
+
+
+def test_what_schedules_of_a_pipeline_set_is_not_the_loops():
+    job = Job()
+    job.model.set_requires_gradient_sync(False)
+    job.model.set_gradient_divide_factor(1.0)
+    job.model.eval()
+
+    assert {which for _, which in of_the_loop(job.changed)} == {"gradient_divide_factor", "training"}
 
 
 LAYOUT = parse_layout("pp2.dp2")

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dynatrain.models.names import WRAPPERS, NameRule, strip_wrappers
 from dynatrain.train.live import Entry
-from dynatrain.train.settings import ABSENT, UNSEEN, Held, Key, Settings, carried, require_takers
+from dynatrain.train.settings import ABSENT, UNIT, UNSEEN, Held, Key, Settings, carried, require_takers
 from dynatrain.train.states import UnknownStateError
 from dynatrain.train.torch_private import fsdp_settings, set_fsdp, times_written
 
@@ -29,8 +29,8 @@ def settings_of(parts: Sequence[nn.Module], found: Mapping[str, Entry], rule: Na
             now.setdefault((f"module {name}", attribute), value)
         if isinstance(module, FSDPModule):
             plain, held = fsdp_settings(module)
-            now |= {(f"FSDP unit {name}", setting): value for setting, value in plain.items()}
-            now |= {(f"FSDP unit {name}", setting): Held(value) for setting, value in held.items()}
+            now |= {(f"{UNIT}{name}", setting): value for setting, value in plain.items()}
+            now |= {(f"{UNIT}{name}", setting): Held(value) for setting, value in held.items()}
     for name, entry in found.items():
         if isinstance(entry.value, nn.Parameter):
             now[f"parameter {name}", "requires_grad"] = entry.value.requires_grad
@@ -69,7 +69,7 @@ def apply(
         wrapper = _kind(module).__name__ in _WRAPPERS
         _set(module, {key: value for key, value in values.items() if key == "training" or not wrapper})
         if isinstance(module, FSDPModule):
-            set_fsdp(module, by_owner.get(f"FSDP unit {name}", {}))
+            set_fsdp(module, by_owner.get(f"{UNIT}{name}", {}))
     for name, entry in found.items():
         _set(entry.value, by_owner.get(f"parameter {name}", {}))
 

@@ -14,7 +14,7 @@ from dynatrain.train.module_settings import settings_of
 from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
 from dynatrain.train.registered import common
-from dynatrain.train.settings import changes, require_portable, require_takers, tell
+from dynatrain.train.settings import changes, of_the_loop, require_portable, require_takers, tell
 from dynatrain.train.settings import hear as agree_settings
 from dynatrain.train.states import UnknownStateError
 from dynatrain.train.world import World
@@ -27,7 +27,10 @@ def facts_of(way: Passage, old: World, new: World) -> list[Any]:
         UnknownStateError: newcomers could not read some extra state; by name.
     """
     travels = _travels(way, old, new)
-    new.changed = changed = changes(old.built, settings_of(old.parts, old.found, old.rule))
+    changed = changes(old.built, settings_of(old.parts, old.found, old.rule))
+    if old.layout.size("pp") > 1:
+        changed = of_the_loop(changed)
+    new.changed = changed
     if late := [whose for whose, which in changed if which == "requires_grad" and old.gradients]:
         raise UnknownStateError(
             f"requires_grad of {', '.join(late)} was set since build, so that the next layout's gradients are others: "

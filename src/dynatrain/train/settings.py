@@ -27,6 +27,10 @@ Key = tuple[str, str]
 ABSENT = "(not there)"
 """Stands for the value of a setting that is not there."""
 
+UNIT = "FSDP unit "
+"""How FSDP2's units are called."""
+
+_SCHEDULED = ("requires_gradient_sync", "requires_all_reduce", "reshard_after_backward")
 _PLAIN = (bool, int, float, str, type(None))
 _BY_REFERENCE = (type, torch.dtype)
 UNSEEN = object()
@@ -68,6 +72,11 @@ def changes(built: Settings, now: Settings) -> dict[Key, tuple[Any, Any]]:
     if problems:
         raise UnknownStateError("; ".join(problems))
     return found
+
+
+def of_the_loop(changed: Mapping[Key, tuple[Any, Any]]) -> dict[Key, tuple[Any, Any]]:
+    """``changed`` in a pipeline, without what torch's schedules set on FSDP units by themselves in each step."""
+    return {key: pair for key, pair in changed.items() if not (key[0].startswith(UNIT) and key[1] in _SCHEDULED)}
 
 
 def require_portable(changed: Mapping[Key, tuple[Any, Any]]) -> None:
@@ -148,7 +157,7 @@ def require_takers(changed: Mapping[Key, tuple[Any, Any]], built: Settings, *, t
         if whose not in owners:
             if not travels:
                 problems.append(f"{which} of {whose} was set since build, and the next layout has no {whose}")
-        elif not _same(there := built.get((whose, which), ABSENT), before):
+        elif not (_same(there := built.get((whose, which), ABSENT), before) or _same(there, now)):
             problems.append(
                 f"{which} of {whose} was set to {_brief(now)} since build, which makes it {_brief(before)} in this "
                 f"layout and {_brief(there)} in the next: let build alone set it, or make it equal in both"
