@@ -3,18 +3,24 @@
 The C library keeps freed memory for later, and of torch's aligned requests a freed place can rarely serve another of
 the same size: after a few switches a process would hold its state several times over. Memory that is mapped apart goes
 back to the system as it is freed, so that what is resident is what is counted. The library maps apart only where no
-hole in its heap is large enough; what came from such a hole stays with it, so its pages are discarded beforehand.
+hole in its heap is large enough: state that took the holes that steps leave, and need again, made the heap grow. It
+serves each thread from a heap of its own, so state is allocated by a thread that does nothing else (:class:`Apart`).
+What was allocated elsewhere may lie in a hole, which stays with the library: its pages are discarded beforehand.
 """
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
 APART_FROM = 128 << 10
 """Bytes from which on memory can be mapped apart; less shares pages with its neighbours."""
+
+T = TypeVar("T")
 
 _LIBC = ctypes.CDLL(None)
 _BUF_READ = 0x100
@@ -40,6 +46,27 @@ def mapped_apart() -> Iterator[None]:
         yield
     finally:
         _LIBC.mallopt(_M_MMAP_THRESHOLD, _USUAL)
+
+
+class Apart:
+    """Makes storages on the host in pages of their own, whatever holes the heaps of other threads have."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="apart")
+
+    def make(self, nbytes: int) -> torch.UntypedStorage:
+        """A new storage; its content is undefined."""
+        return self._do(torch.UntypedStorage, nbytes)
+
+    def restore(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give an empty storage memory again, for all tensors that alias it; its content is undefined."""
+        self._do(storage.resize_, nbytes)
+
+    def _do(self, work: Callable[[int], T], nbytes: int) -> T:
+        if nbytes < APART_FROM:
+            return work(nbytes)
+        with mapped_apart():
+            return self._thread.submit(work, nbytes).result()
 
 
 def prefer_huge(storage: torch.UntypedStorage) -> None:
