@@ -10,19 +10,17 @@ What was allocated elsewhere may lie in a hole, which stays with the library: it
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 
 APART_FROM = 128 << 10
 """Bytes from which on memory can be mapped apart; less shares pages with its neighbours."""
 
-T = TypeVar("T")
-
 _LIBC = ctypes.CDLL(None)
+_LIBC.malloc_usable_size.argtypes, _LIBC.malloc_usable_size.restype = (ctypes.c_void_p,), ctypes.c_size_t
 _BUF_READ = 0x100
 _memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -56,17 +54,23 @@ class Apart:
 
     def make(self, nbytes: int) -> torch.UntypedStorage:
         """A new storage; its content is undefined."""
-        return self._do(torch.UntypedStorage, nbytes)
+        storage = torch.UntypedStorage(0)
+        self.restore(storage, nbytes)
+        return storage
 
     def restore(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Give an empty storage memory again, for all tensors that alias it; its content is undefined."""
-        self._do(storage.resize_, nbytes)
-
-    def _do(self, work: Callable[[int], T], nbytes: int) -> T:
-        if nbytes < APART_FROM:
-            return work(nbytes)
+        """Give an empty storage memory, for all tensors that alias it; its content is undefined."""
         with mapped_apart():
-            return self._thread.submit(work, nbytes).result()
+            storage.resize_(nbytes)
+            if nbytes >= APART_FROM and not _has_own_pages(storage):
+                storage.resize_(0)
+                self._thread.submit(storage.resize_, nbytes).result()
+
+
+def _has_own_pages(storage: torch.UntypedStorage) -> bool:
+    """Whether memory was mapped apart: only then does it end with a page."""
+    place = storage.data_ptr()
+    return bool((place + _LIBC.malloc_usable_size(place)) % mmap.PAGESIZE == 0)
 
 
 def prefer_huge(storage: torch.UntypedStorage) -> None:
