@@ -185,3 +185,51 @@ def test_two_agents_take_newcomers_on_the_second_node_and_let_them_go(tmp_path):
         submit(first.run.requests, Request(id="stop", verb="stop"))
         assert [run.end(60)[0] for run in (first, second)] == [0, 0]
         assert gone(below)
+
+
+def test_a_notice_to_one_of_two_hosts_takes_it_out_with_code_0_and_the_run_goes_on(tmp_path):
+    with ExitStack() as stack:
+        first, second = two_agents(stack, tmp_path / "run", CROSS, 4, GRACE="20")
+        until(lambda: len(first.events("ranks_started")) == 2, 60)
+        below = second.below()
+        second.send(signal.SIGTERM)
+        second.end(30)
+        assert gone(below)
+        assert [event["exit"] for event in first.events("agent_ended")] == [0]
+        assert [event["node"] for event in until(lambda: first.events("host_left"))] == [1]
+        assert living(first) == [0, 1]
+        assert ask(first, size=3).outcome == "done"  # and newcomers come to the host that is left
+        assert len(living(first)) == 3
+        below = first.below()
+        first.send(signal.SIGTERM)
+        first.end(30)
+        assert [event["exit"] for event in first.events("agent_ended")] == [0, 75]
+        assert gone(below)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("told", [(0, 1), (1, 0), (0,)])
+def test_a_notice_to_node_0_stops_the_run_saved_on_all_whoever_else_is_told(tmp_path, told):
+    with ExitStack() as stack:
+        runs = two_agents(stack, tmp_path / "run", CROSS, 2, GRACE="20")
+        until(lambda: len(runs[0].events("ranks_started")) == 2, 60)
+        below = [process for run in runs for process in run.below()]
+        for node in told:
+            runs[node].send(signal.SIGTERM)
+            time.sleep(0.3)
+        for run in runs:
+            run.end(40)
+        assert [event["exit"] for event in runs[0].events("agent_ended")] == [75, 75]
+        assert not runs[0].events("crossing")
+        assert gone(below)
+
+
+@pytest.mark.sweep
+def test_a_notice_stops_the_run_saved_where_the_others_cannot_go_on(tmp_path):
+    with ExitStack() as stack:
+        runs = two_agents(stack, tmp_path / "run", CROSS, 2, GRACE="20", FAULTS=faults(m0="objects"))
+        until(lambda: len(runs[0].events("ranks_started")) == 2, 60)
+        runs[1].send(signal.SIGTERM)
+        said = [run.end(40)[1] for run in runs]
+        assert [event["exit"] for event in runs[0].events("agent_ended")] == [75, 75]
+        assert "planted: no memory" in said[0], said

@@ -84,6 +84,7 @@ def start(
         world_size=size,
         device=config.device,
         grace_seconds=_grace(config),
+        drain_seconds=config.world.grace,
         layout=print_layout(checked.layout),
         resize=partial(layout_of_size, checked),
     )

@@ -106,6 +106,7 @@ class Agent:
         self._next_tick = 0.0
         self._stop_code = 0  # 130 or 143 once the agent was asked to end
         self._stop_end = 0.0  # when ranks that were asked to stop are killed
+        self._leaving = False  # this host was told to go, and the others may go on
         self._ending = False  # ranks that end now end by our hand
 
     def run(self) -> int:
@@ -130,7 +131,8 @@ class Agent:
         self._start()
         while (code := self._step()) is None:
             self._interrupts.wait(TICK_SECONDS, self._spawner)
-        self._peers.say(Status(state="done", code=code))
+        if not self._peers.released:
+            self._peers.say(Status(state="done", code=code))
         return code
 
     def _told(self, summons: Summons) -> list[RankContext]:
@@ -171,11 +173,14 @@ class Agent:
         for report in self._receive():
             self._note(report)
         if self._interrupts.received and not self._stop_code:
-            self._stop(self._interrupts.received[0], self._job.place.node)
+            self._heed(self._interrupts.received)
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._tick()
+        if self._peers.released:
+            self._job.announce("This host has left the run, which goes on without it.")
+            return 0
         if failure := self._vitals.failure(now, stopping=bool(self._stop_code)):
             raise RunFailedError(failure)
         over = self._vitals.over()
@@ -194,7 +199,7 @@ class Agent:
             self._stop(number, node)
         self._peers.say(
             Status(
-                state="stopping" if self._stop_code else "running",
+                state="stopping" if self._stop_code else "leaving" if self._leaving else "running",
                 signal=max(0, self._stop_code - 128),
                 living=self._ranks.living,
                 heard=self._part.heard,
@@ -204,7 +209,27 @@ class Agent:
         if self._job.place.node == 0:
             self._desk.serve()
             self._lead.look(stopping=bool(self._stop_code))
+            if self._lead.must_stop and not self._stop_code:
+                self._job.announce(f"{self._lead.must_stop[0].upper()}{self._lead.must_stop[1:]}.")
+                self._stop(signal.SIGTERM, self._job.place.node)
         self._part.look(time.monotonic())
+
+    def _heed(self, received: list[int]) -> None:
+        """Do what a signal asks for: SIGTERM takes this host out of the run where its store and its lead are elsewhere.
+
+        All else ends the run, and so does a second signal.
+        """
+        if received != [signal.SIGTERM] or self._job.place.node == 0:
+            if received[0] == signal.SIGTERM and len(self._peers.nodes) > 1:
+                self._job.announce("Node 0 leads the run and holds its store: it cannot leave, so the run stops.")
+            self._stop(received[0], self._job.place.node)
+        elif not self._leaving:
+            self._leaving = True
+            self._log.write("signal", signal="SIGTERM", node=self._job.place.node)
+            self._job.announce(
+                f"SIGTERM: this host hands over within {self._job.drain_seconds:g} s and leaves; once more to end the "
+                "run at once."
+            )
 
     def _stop(self, number: int, node: int) -> None:
         """Ask all ranks to stop at their next step edge, and set the time at which they are killed."""
@@ -237,11 +262,15 @@ class Agent:
                     self._note(report)
                 Interrupts.sleep(0.05, self._spawner)
         with suppress(DistError):
-            self._desk.serve()  # what the ranks answered with their last breath
-            self._lead.end()
+            if self._job.place.node == 0:
+                self._desk.serve()  # what the ranks answered with their last breath
+                self._lead.end()
         left = [self._part.name(member) for member in self._ranks.living if member in self._ranks.pids]
         if not self._spawner.close(KILL_SECONDS) or left:
             self._job.announce(f"Not gone, and nothing more can be done: {', '.join(left) or 'the fork server'}.")
+        if self._peers.released:
+            with suppress(DistError):
+                self._peers.say(Status(state="left"))
         leave_realtime()
         self._log.write("agent_ended", exit=code, seconds=round(time.monotonic() - self._began, 3))
 

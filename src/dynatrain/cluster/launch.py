@@ -21,6 +21,7 @@ _LOG = logging.getLogger(__name__)
 
 LIVENESS_SECONDS = 30.0
 LEAVE_SECONDS = 10.0
+DRAIN_SECONDS = 30.0
 TORCHRUN_SECONDS = 30.0
 """torchrun's ``shutdown_timeout``: from the signal that it passes on to SIGKILL."""
 Resize = Callable[[str, int, str], str]
@@ -42,6 +43,7 @@ def run_agent(
     liveness_seconds: float = LIVENESS_SECONDS,
     grace_seconds: float = 0.0,
     leave_seconds: float = LEAVE_SECONDS,
+    drain_seconds: float = DRAIN_SECONDS,
     layout: str = "",
     resize: Resize | None = None,
     take_over: bool = False,
@@ -62,6 +64,7 @@ def run_agent(
         liveness_seconds: a rank without a sign of life for longer is lost.
         grace_seconds: time after SIGTERM in which ranks may still save.
         leave_seconds: time for ranks that have left the world to end by themselves; then they are killed.
+        drain_seconds: time from SIGTERM on one host of several until that is taken away.
         layout: of the ranks, as text.
         resize: see :class:`~dynatrain.cluster.meeting.Job`; None where ranks do not come and go.
         take_over: as in :meth:`~dynatrain.observe.run.RunFolder.claim`.
@@ -69,8 +72,8 @@ def run_agent(
         announce: takes lines for people.
 
     Returns:
-        0 where every rank ended with 0; 75 where they stopped saved; 3 where the run failed; 130 or 143 after SIGINT or
-        SIGTERM, with nothing saved.
+        0 where every rank ended with 0, or where this host has left a run that goes on; 75 where they stopped saved; 3
+        where the run failed; 130 or 143 after SIGINT or SIGTERM, with nothing saved.
 
     Raises:
         ValueError: the user's mistake (``RunError``, ``PlaceError``): the folder is taken or not writable, or the
@@ -82,11 +85,12 @@ def run_agent(
     place = place_from(os.environ)
     if place.node == 0:  # whose number of ranks counts
         share(world_size, place)
-    if not place.hosts_store and grace_seconds > TORCHRUN_SECONDS:
-        announce(
-            f"save.grace_seconds = {grace_seconds:g}, but torchrun kills what is left {TORCHRUN_SECONDS:g} s after "
-            f"SIGTERM. Nearest: {TORCHRUN_SECONDS:g}."
-        )
+    for setting, value in (("save.grace_seconds", grace_seconds), ("world.grace", drain_seconds)):
+        if not place.hosts_store and value > TORCHRUN_SECONDS:
+            announce(
+                f"{setting} = {value:g}, but torchrun kills what is left {TORCHRUN_SECONDS:g} s after SIGTERM. "
+                f"Nearest: {TORCHRUN_SECONDS:g}."
+            )
     mark = run.claim(take_over=take_over) if place.node == 0 else None
     lease = Lease(run.path, mark) if mark is not None else None
     code = 1
@@ -110,6 +114,7 @@ def run_agent(
                 liveness_seconds=liveness_seconds,
                 grace_seconds=grace_seconds,
                 leave_seconds=leave_seconds,
+                drain_seconds=drain_seconds,
                 announce=announce,
             )
             code = drive(job, spawner, interrupts)

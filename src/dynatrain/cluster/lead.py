@@ -1,4 +1,4 @@
-"""Node 0's agent leads the run through changes of its members, one at a time; later requests wait."""
+"""Node 0's agent leads the run through changes of its members and hosts, one at a time; later requests wait."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -6,15 +6,17 @@ from dataclasses import replace
 
 from dynatrain.cluster.desk import Desk
 from dynatrain.cluster.heart import read_beat
+from dynatrain.cluster.hosts import Hosts
 from dynatrain.cluster.meeting import Job, Meeting, first_world
 from dynatrain.cluster.membership import MembershipError, next_world
 from dynatrain.cluster.part import SUMMONS
+from dynatrain.cluster.parting import largest
 from dynatrain.cluster.peers import Peers
 from dynatrain.cluster.summons import Newcomer, Sight, Summons, advance, is_over
 from dynatrain.cluster.worlds import crossing_board
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.log import Log
-from dynatrain.observe.requests import Answer, Request
+from dynatrain.observe.requests import Answer, Request, new_id
 
 
 class Lead:
@@ -27,6 +29,9 @@ class Lead:
         peers: the agents.
         log: of events.
         clock: seconds, monotonic.
+
+    Attributes:
+        must_stop: why the run is to stop saved: a host has to go, and the others cannot go on; empty where none has.
     """
 
     def __init__(
@@ -53,22 +58,44 @@ class Lead:
         self._request = Request(id="none", verb="stop")  # of the summons
         self._number = -1  # of what was asked of the ranks
         self._since = 0.0
+        self._hosts = Hosts(job, peers, log, clock)
+        self.must_stop = ""
 
     def look(self, *, stopping: bool) -> None:
         """Go as far as can be gone.
 
         Args:
-            stopping: the run was asked to stop: no crossing begins, one that has not begun is given up.
+            stopping: the run was asked to stop: no change begins, a crossing that has not begun is given up.
         """
         self._look_at_layout()
+        self._hosts.hear()
+        if self._summons is None or self._summons.stage != "done":
+            self._give_up(self._hosts.overdue)
         if self._summons is not None:
             self._follow(self._summons, stopping=stopping)
-        elif not stopping and (request := self._desk.next_scale()) is not None:
+        elif self._hosts.departing:
+            if (answer := self._hosts.see_off()) is not None:
+                self._answer(answer)
+        elif not stopping and not self.must_stop:
+            self._take_up()
+
+    def _take_up(self) -> None:
+        """Begin what comes next: hosts that a signal tells to leave go before what people ask for."""
+        if self._hosts.signalled:
+            if nodes := self._hosts.due:
+                request = Request(id=new_id(), verb="scale", arguments={"nodes": list(nodes)}, by="SIGTERM")
+                self._desk.note(request)
+                self._begin(request)
+        elif (request := self._desk.next_scale()) is not None:
             if request.deadline is not None and request.deadline < time.time():
                 late = Answer(outcome="refused", message="its deadline passed while others were carried out; ask again")
                 self._desk.answer(request, late)
             else:
                 self._begin(request)
+
+    def _give_up(self, why: str) -> None:
+        """The run is to stop while all of it is there; nothing where ``why`` is empty."""
+        self.must_stop = self.must_stop or why
 
     def _look_at_layout(self) -> None:
         """The present layout: what rank 0 has said last, or what a crossing has made of it since."""
@@ -78,21 +105,51 @@ class Lead:
 
     def _begin(self, request: Request) -> None:
         """Summon who is to come, or answer at once."""
+        self._request = request
+        try:
+            if nodes := request.arguments.get("nodes", []):
+                self._begin_parting(nodes, str(request.arguments.get("layout", "")))
+            else:
+                self._begin_change(request)
+        except ValueError as error:
+            self._hosts.stay()
+            self._answer(Answer(outcome="refused", message=str(error)))
+
+    def _begin_change(self, request: Request) -> None:
+        """Another number of ranks, or some of them named.
+
+        Raises:
+            ValueError: there is no such world.
+        """
         wanted, size = request.arguments, len(self._world)
         named = str(wanted.get("layout", ""))
         ranks: list[int] = wanted.get("leave", [])
-        try:
-            to = int(wanted.get("size") or (parse_layout(named).world_size if named else size - len(set(ranks))))
-            if to != size or ranks:
-                self._request = request
-                self._enter(self._summons_to(to, named, ranks, str(wanted.get("mode", ""))))
-            elif named:
-                mode = {"mode": wanted["mode"]} if "mode" in wanted else {}
-                self._desk.publish(replace(request, verb="switch", arguments={"layout": named, **mode}))
-            else:
-                self._desk.answer(request, Answer(outcome="unchanged", message=f"the run has {size} ranks already"))
-        except ValueError as error:
-            self._desk.answer(request, Answer(outcome="refused", message=str(error)))
+        to = int(wanted.get("size") or (parse_layout(named).world_size if named else size - len(set(ranks))))
+        if to != size or ranks:
+            self._enter(self._summons_to(to, named, ranks, str(wanted.get("mode", ""))))
+        elif named:
+            mode = {"mode": wanted["mode"]} if "mode" in wanted else {}
+            self._desk.publish(replace(request, verb="switch", arguments={"layout": named, **mode}))
+        else:
+            self._desk.answer(request, Answer(outcome="unchanged", message=f"the run has {size} ranks already"))
+
+    def _begin_parting(self, nodes: Sequence[int], named: str) -> None:
+        """Hosts leave, with their ranks and their agent.
+
+        Raises:
+            ValueError: they cannot, or nobody could go on.
+        """
+        self._hosts.begin(nodes)
+        leave = [rank for rank, member in enumerate(self._world) if self._places[member].node in nodes]
+        if not leave:
+            self._hosts.let_go(Answer(outcome="done", message="they had no ranks"))
+            return
+        most = len(self._world) - len(leave)
+        if named:
+            size = parse_layout(named).world_size
+        else:
+            size, _ = largest(most, lambda size: self._job.resize(self._layout, size, ""))
+        self._enter(self._summons_to(size, named, leave, ""))
 
     def _summons_to(self, size: int, named: str, ranks: Sequence[int], mode: str) -> Summons:
         """The crossing to ``size`` ranks.
@@ -124,7 +181,7 @@ class Lead:
         """Free places of each node, at most ``most``: one rank a device, on CPUs as many as are wanted."""
         taken = {(self._places[m].node, self._places[m].slot) for m in {*self._world, *self._living()}}
         free = {}
-        for node in range(self._job.place.nodes):
+        for node in self._hosts.open:
             there = {slot for at, slot in taken if at == node}
             last = self._meeting.devices[node] if self._meeting.device == "cuda" else len(there) + most
             free[node] = [slot for slot in range(last) if slot not in there]
@@ -178,6 +235,7 @@ class Lead:
             world=summons.generation,
             stage=summons.stage,
             members=list(summons.new),
+            nodes=[self._places[member].node for member in summons.new],
             newcomers=list(summons.coming),
             leavers=list(summons.leavers),
             layout=summons.layout,
@@ -186,12 +244,13 @@ class Lead:
 
     def end(self) -> None:
         """The run has ended: a crossing that is open is over with it, and whoever asked hears of that."""
-        if self._summons is None:
-            return
-        sight = replace(self._sight(self._summons, stopping=True), living=())
-        if (following := advance(self._summons, sight)) != self._summons:
-            self._enter(following)
-        self._settle(following)
+        if self._summons is not None:
+            sight = replace(self._sight(self._summons, stopping=True), living=())
+            if (following := advance(self._summons, sight)) != self._summons:
+                self._enter(following)
+            self._settle(following)
+        if (answer := self._hosts.see_off(at_once=True)) is not None:
+            self._answer(answer)
 
     def _settle(self, summons: Summons, stuck: Sequence[int] = ()) -> None:
         """Answer whoever asked; the next one may come.
@@ -204,5 +263,15 @@ class Lead:
         answer = heard or Answer(outcome="aborted", message=summons.reason)
         if stuck:
             answer = replace(answer, message=f"{answer.message}; killed and not gone: members {stuck}")
-        self._desk.answer(self._request, answer)
         self._summons, self._number = None, -1
+        if self._hosts.going and summons.stage == "done":
+            self._hosts.let_go(answer)
+        else:
+            self._hosts.stay()
+            self._answer(answer)
+
+    def _answer(self, answer: Answer) -> None:
+        """Tell whoever asked; a signal asks for no answer, but that its host is let go."""
+        self._desk.answer(self._request, answer)
+        if self._request.by == "SIGTERM" and answer.outcome != "done":
+            self._give_up(f"the hosts that were told to go cannot leave: {answer.message}")

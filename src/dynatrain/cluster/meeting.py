@@ -42,6 +42,7 @@ class Job:
         liveness_seconds: silence after which a rank counts as lost.
         grace_seconds: time after SIGTERM in which ranks may still save.
         leave_seconds: time for ranks that have left the world to end by themselves.
+        drain_seconds: time from SIGTERM on one host of several until that is taken away.
         announce: takes lines for people.
         lease: on the run; None on other nodes than 0.
     """
@@ -56,6 +57,7 @@ class Job:
     liveness_seconds: float
     grace_seconds: float
     leave_seconds: float
+    drain_seconds: float
     announce: Callable[[str], None]
     lease: Lease | None = None
 
