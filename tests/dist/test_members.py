@@ -207,6 +207,20 @@ def test_a_notice_to_one_of_two_hosts_takes_it_out_with_code_0_and_the_run_goes_
         assert gone(below)
 
 
+def test_a_spare_waits_in_its_place_and_is_called_to_the_next_world(tmp_path):
+    with agent(tmp_path / "run", CROSS, 1, SPARES="1") as run:
+        (spare,) = until(lambda: run.events("newcomer"))
+        until(lambda: psutil.Process(spare["pid"]).num_threads() > 1)  # its heart
+        assert living(run) == [0, 1]
+        assert ask(run, size=2).outcome == "done"
+        told = [json.loads(line) for line in run.run.log(1).read_text().splitlines()]
+        assert told == [{"member": 1, "world": [0, 1], "layout": "dp2", "generation": 1}]
+        until(lambda: living(run) == [0, 1, 2])
+        below = run.below()
+        stop(run)
+        assert gone(below)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("told", [(0, 1), (1, 0), (0,)])
 def test_a_notice_to_node_0_stops_the_run_saved_on_all_whoever_else_is_told(tmp_path, told):

@@ -96,7 +96,7 @@ def test_a_real_run_over_two_nodes_has_the_losses_of_one_on_one_node(tmp_path: P
 
 
 @pytest.mark.sweep
-def test_sigterm_on_one_node_stops_the_ranks_of_both_at_one_step_edge_where_they_hand_nothing_over(
+def test_sigterm_on_one_node_stops_both_where_ranks_hand_nothing_over(
     tmp_path: Path,
 ) -> None:
     with ExitStack() as stack:

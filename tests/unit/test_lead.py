@@ -67,6 +67,7 @@ class Node:
             leave_seconds=LEAVE_SECONDS,
             drain_seconds=GRACE,
             announce=print,
+            spares=cluster.spares,
         )
         self.spawner = FakeSpawner()
         self.ranks = Ranks(self.spawner)
@@ -76,8 +77,8 @@ class Node:
             cluster.store,
             self.ranks,
             self.pulse,
-            lambda summons: contexts(
-                self.job, cluster.meeting, summons.newcomers, summons.new, generation=summons.generation
+            lambda newcomers, world, generation: contexts(
+                self.job, cluster.meeting, newcomers, world, generation=generation
             ),
             cluster.log,
             patience=PATIENCE,
@@ -100,7 +101,8 @@ class Node:
 class Cluster:
     """Some nodes with a rank each."""
 
-    def __init__(self, folder, *, devices: int = 0, nodes: int = 2) -> None:
+    def __init__(self, folder, *, devices: int = 0, nodes: int = 2, spares: int = 0) -> None:
+        self.spares = spares
         self.now = 0.0
         self.run = RunFolder.create(folder / "run", config="", environment={})
         self.store = HashStore()

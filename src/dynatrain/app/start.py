@@ -85,6 +85,7 @@ def start(
         device=config.device,
         grace_seconds=_grace(config),
         drain_seconds=config.world.grace,
+        spares=config.world.spares,
         layout=print_layout(checked.layout),
         resize=partial(layout_of_size, checked),
     )

@@ -8,6 +8,7 @@ of it is left when :func:`drive` returns.
 import os
 import signal
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from torch.distributed import DistError
@@ -23,7 +24,7 @@ from dynatrain.cluster.part import Part
 from dynatrain.cluster.peers import Peers, Status
 from dynatrain.cluster.ranks import Ranks
 from dynatrain.cluster.spawner import Spawner
-from dynatrain.cluster.summons import Summons
+from dynatrain.cluster.summons import Newcomer
 from dynatrain.cluster.vitals import Vitals
 from dynatrain.observe.log import Log
 from dynatrain.observe.requests import Inbox, Request, new_id
@@ -135,9 +136,9 @@ class Agent:
             self._peers.say(Status(state="done", code=code))
         return code
 
-    def _told(self, summons: Summons) -> list[RankContext]:
+    def _told(self, newcomers: Iterable[Newcomer], world: Sequence[int], generation: int) -> list[RankContext]:
         """What the newcomers of this node are told."""
-        return contexts(self._job, self._meeting, summons.newcomers, summons.new, generation=summons.generation)
+        return contexts(self._job, self._meeting, newcomers, world, generation=generation)
 
     def _start(self) -> None:
         """Fork this node's ranks as soon as the fork server is ready."""

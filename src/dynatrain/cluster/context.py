@@ -28,6 +28,7 @@ class RankContext:
         attempt: number of the run's agent: 0 for the first.
         realtime: whether ranks run in the real-time scheduling class.
         joins: whether that world is yet to come, and this rank a newcomer.
+        spare: whether it is of no world yet, and is to wait until it is called to one.
     """
 
     member: int
@@ -45,6 +46,7 @@ class RankContext:
     attempt: int
     realtime: bool
     joins: bool = False
+    spare: bool = False
 
     @property
     def folder(self) -> RunFolder:

@@ -44,6 +44,7 @@ def run_agent(
     grace_seconds: float = 0.0,
     leave_seconds: float = LEAVE_SECONDS,
     drain_seconds: float = DRAIN_SECONDS,
+    spares: int = 0,
     layout: str = "",
     resize: Resize | None = None,
     take_over: bool = False,
@@ -65,6 +66,7 @@ def run_agent(
         grace_seconds: time after SIGTERM in which ranks may still save.
         leave_seconds: time for ranks that have left the world to end by themselves; then they are killed.
         drain_seconds: time from SIGTERM on one host of several until that is taken away.
+        spares: ranks that are kept ready on top of those that train.
         layout: of the ranks, as text.
         resize: see :class:`~dynatrain.cluster.meeting.Job`; None where ranks do not come and go.
         take_over: as in :meth:`~dynatrain.observe.run.RunFolder.claim`.
@@ -115,6 +117,7 @@ def run_agent(
                 grace_seconds=grace_seconds,
                 leave_seconds=leave_seconds,
                 drain_seconds=drain_seconds,
+                spares=spares,
                 announce=announce,
             )
             code = drive(job, spawner, interrupts)

@@ -12,6 +12,7 @@ from dynatrain.cluster.membership import MembershipError, next_world
 from dynatrain.cluster.part import SUMMONS
 from dynatrain.cluster.parting import largest
 from dynatrain.cluster.peers import Peers
+from dynatrain.cluster.reserve import Reserve
 from dynatrain.cluster.summons import Newcomer, Sight, Summons, advance, is_over
 from dynatrain.cluster.worlds import crossing_board
 from dynatrain.layout.text import parse_layout
@@ -59,6 +60,7 @@ class Lead:
         self._number = -1  # of what was asked of the ranks
         self._since = 0.0
         self._hosts = Hosts(job, peers, log, clock)
+        self._reserve = Reserve(meeting.board, job.spares)
         self.must_stop = ""
 
     def look(self, *, stopping: bool) -> None:
@@ -77,7 +79,12 @@ class Lead:
             if (answer := self._hosts.see_off()) is not None:
                 self._answer(answer)
         elif not stopping and not self.must_stop:
+            self._keep_spares()
             self._take_up()
+
+    def _keep_spares(self) -> None:
+        new = self._reserve.keep(self._living(), self._hosts.open, self._free(self._job.spares), len(self._places))
+        self._places |= {one.member: one for one in new}
 
     def _take_up(self) -> None:
         """Begin what comes next: hosts that a signal tells to leave go before what people ask for."""
@@ -144,7 +151,8 @@ class Lead:
         if not leave:
             self._hosts.let_go(Answer(outcome="done", message="they had no ranks"))
             return
-        most = len(self._world) - len(leave)
+        spares = sum(map(len, self._reserve.ready(self._hosts.open).values()))
+        most = min(len(self._world) - len(leave) + spares, len(self._world))
         if named:
             size = parse_layout(named).world_size
         else:
@@ -159,27 +167,32 @@ class Lead:
         """
         if unknown := [rank for rank in ranks if rank >= len(self._world)]:
             raise MembershipError(f"there are no ranks {unknown}; the run has 0 to {len(self._world) - 1}")
-        free = self._free(size)
+        free, ready = self._free(size), self._reserve.ready(self._hosts.open)
         chosen = next_world(
             self._world,
             {member: one.node for member, one in self._places.items()},
             size=size,
             leave={self._world[rank] for rank in ranks},
-            free={node: len(slots) for node, slots in free.items()},
+            free={node: len(slots) + len(ready.get(node, ())) for node, slots in free.items()},
             first=len(self._places),
+            ready=ready,
+        )
+        newcomers = (
+            self._places.get(m) or Newcomer(member=m, node=n, slot=free[n].pop(0)) for m, n in chosen.newcomers.items()
         )
         return Summons(
             generation=self._generation + 1,
             old=self._world,
             new=chosen.new,
-            newcomers=tuple(Newcomer(member=m, node=n, slot=free[n].pop(0)) for m, n in chosen.newcomers.items()),
+            newcomers=tuple(newcomers),
             layout=self._job.resize(self._layout, size, named),
             mode=mode,
         )
 
     def _free(self, most: int) -> dict[int, list[int]]:
         """Free places of each node, at most ``most``: one rank a device, on CPUs as many as are wanted."""
-        taken = {(self._places[m].node, self._places[m].slot) for m in {*self._world, *self._living()}}
+        holders = {*self._world, *self._living(), *self._reserve.members}
+        taken = {(self._places[member].node, self._places[member].slot) for member in holders}
         free = {}
         for node in self._hosts.open:
             there = {slot for at, slot in taken if at == node}
@@ -229,6 +242,7 @@ class Lead:
         elif summons.stage == "done":
             self._world, self._layout = summons.new, summons.layout
         self._meeting.board.post(SUMMONS, summons.to_json())
+        self._reserve.call(summons.coming)
         self._log.write(
             "crossing",
             id=self._request.id,

@@ -44,6 +44,7 @@ class Job:
         leave_seconds: time for ranks that have left the world to end by themselves.
         drain_seconds: time from SIGTERM on one host of several until that is taken away.
         announce: takes lines for people.
+        spares: ranks that are kept ready.
         lease: on the run; None on other nodes than 0.
     """
 
@@ -59,6 +60,7 @@ class Job:
     leave_seconds: float
     drain_seconds: float
     announce: Callable[[str], None]
+    spares: int = 0
     lease: Lease | None = None
 
 
@@ -139,14 +141,14 @@ def contexts(
         job: what is run.
         meeting: what the agents have in common.
         coming: to any node.
-        world: members of their world, by rank.
+        world: members of their world, by rank; empty for spares, which are of none.
         generation: of that world; 0 for the first, which nobody trains before.
     """
     each = len(share(meeting.world_size, job.place))
     return [
         RankContext(
             member=one.member,
-            rank=world.index(one.member),
+            rank=world.index(one.member) if world else 0,
             local_rank=one.slot,
             world_size=len(world),
             # The first world's, also where later ones have other numbers: plans follow it, so all must know one.
@@ -161,6 +163,7 @@ def contexts(
             attempt=meeting.attempt,
             realtime=meeting.realtime,
             joins=generation > 0,
+            spare=not world,
         )
         for one in coming
         if one.node == job.place.node

@@ -49,6 +49,7 @@ def main(context: RankContext) -> None:
     # DTensor and FSDP2 warn at every new module of what they do on purpose here; said once in the docs, not per step.
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     with take_seat(context) as seat:
+        context = seat.context
         checked = check_run(load_own(context.folder.path).config)
         device = torch.device(context.device)
         if device.type == "cuda":
