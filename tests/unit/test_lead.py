@@ -67,7 +67,7 @@ class Node:
             leave_seconds=LEAVE_SECONDS,
             drain_seconds=GRACE,
             announce=print,
-            spares=cluster.spares,
+            **cluster.about,
         )
         self.spawner = FakeSpawner()
         self.ranks = Ranks(self.spawner)
@@ -98,18 +98,22 @@ class Node:
         )
 
 
+class _Store(HashStore):
+    port = 1
+
+
 class Cluster:
     """Some nodes with a rank each."""
 
-    def __init__(self, folder, *, devices: int = 0, nodes: int = 2, spares: int = 0) -> None:
-        self.spares = spares
+    def __init__(self, folder, *, devices: int = 0, nodes: int = 2, spares: int = 0, **about: object) -> None:
+        self.about = {"spares": spares, **about}
         self.now = 0.0
         self.run = RunFolder.create(folder / "run", config="", environment={})
-        self.store = HashStore()
+        self.store = _Store()
         self.board = Board(self.store, nodes)
         self.log = Log(self.run.events, generation=0, attempt=0)
         self.meeting = Meeting(
-            store=SimpleNamespace(port=1),
+            store=self.store,
             run=self.store,
             board=self.board,
             world_size=nodes,

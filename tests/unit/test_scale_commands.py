@@ -196,3 +196,19 @@ def test_durations_are_read_as_people_write_them(text, value):
 def test_what_is_no_duration_is_refused(text):
     with pytest.raises(ValueError, match="is no duration"):
         seconds_of(text, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("words", "token", "said"),
+    [
+        (["one"], "", ["one takes in nobody", "join.json"]),
+        (["10.0.0.7:29400", "--run", "one"], "", ["DYNATRAIN_TOKEN"]),
+        (["10.0.0.7", "--run", "one"], "t", ["'10.0.0.7' is no HOST:PORT"]),
+        (["two"], "", ["No run 'two'", "one"]),
+    ],
+)
+def test_a_join_that_does_not_say_where_and_with_what_is_refused(run, call, monkeypatch, words, token, said):
+    monkeypatch.setenv("DYNATRAIN_TOKEN", token)
+    code, _, err = call("join", *words)
+    assert code == 2
+    assert all(text in err for text in said), err

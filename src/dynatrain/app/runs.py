@@ -99,6 +99,8 @@ class RunWorld:
                     ranks_per_node=each if nodes > 1 else None,
                     nodes=tuple(rank // each for rank in range(size)),
                 )
+            elif event["kind"] == "host_joined":
+                hosts[event["node"]] = event["host"]
             elif event["kind"] == "host_left":
                 hosts.pop(event["node"], None)
             elif event["kind"] == "crossing" and event["stage"] == "done":

@@ -19,13 +19,14 @@ from dynatrain.cluster.heart import Pulse
 from dynatrain.cluster.interrupts import Interrupted, Interrupts
 from dynatrain.cluster.kernel import leave_realtime, signal_name
 from dynatrain.cluster.lead import Lead
-from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, contexts, describe, first_world, meet
+from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, come_later, contexts, describe, first_world, meet
 from dynatrain.cluster.part import Part
 from dynatrain.cluster.peers import Peers, Status
 from dynatrain.cluster.ranks import Ranks
 from dynatrain.cluster.spawner import Spawner
-from dynatrain.cluster.summons import Newcomer
+from dynatrain.cluster.summons import Newcomer, Summons
 from dynatrain.cluster.vitals import Vitals
+from dynatrain.observe.address import Address
 from dynatrain.observe.log import Log
 from dynatrain.observe.requests import Inbox, Request, new_id
 
@@ -51,9 +52,13 @@ def drive(job: Job, spawner: Spawner, interrupts: Interrupts) -> int:
         PlaceError: the user asked for what the machines, or this launch, cannot give.
     """
     try:
-        meeting = meet(job, interrupts)
+        if job.claim is None:
+            meeting = meet(job, interrupts)
+        else:
+            job, meeting = come_later(job, interrupts)
         job.run.logs.mkdir(parents=True, exist_ok=True)  # a node with a disk of its own has none yet
-        with Log(job.run.events, generation=0, attempt=meeting.attempt) as log:
+        generation = meeting.admission.generation if meeting.admission else 0
+        with Log(job.run.events, generation=generation, attempt=meeting.attempt) as log:
             return Agent(job, meeting, spawner, interrupts, log).run()
     except Interrupted:
         return interrupts.exit_code
@@ -93,7 +98,8 @@ class Agent:
             log,
             patience=job.liveness_seconds,
             leave_seconds=job.leave_seconds,
-            world=tuple(range(meeting.world_size)),
+            world=meeting.world,
+            summons=Summons.from_json(text) if (text := getattr(meeting.admission, "summons", "")) else None,
         )
         self._vitals = Vitals(
             self._ranks,
@@ -126,7 +132,10 @@ class Agent:
         return code
 
     def _watch(self) -> int:
-        self._log.write("agent_started", pid=os.getpid(), **describe(self._job, self._meeting))
+        if self._meeting.admission is None:
+            self._log.write("agent_started", pid=os.getpid(), **describe(self._job, self._meeting))
+        if self._job.place.node == 0:
+            self._say_address()
         if self._meeting.note:
             self._job.announce(f"Running {self._meeting.note}")
         self._start()
@@ -135,6 +144,15 @@ class Agent:
         if not self._peers.released:
             self._peers.say(Status(state="done", code=code))
         return code
+
+    def _say_address(self) -> None:
+        """Write down where agents of other machines may come; where the disk does not take that, none may."""
+        place = self._job.place
+        try:
+            address = Address(host=place.host, port=self._meeting.store.port, secret=self._job.secret)
+            address.write(self._job.run.path)
+        except OSError as error:
+            self._job.announce(f"No agent can join: {self._job.run.path} cannot be written ({error.strerror}).")
 
     def _told(self, newcomers: Iterable[Newcomer], world: Sequence[int], generation: int) -> list[RankContext]:
         """What the newcomers of this node are told."""
@@ -151,12 +169,17 @@ class Agent:
                     raise RunFailedError(f"the ranks' module cannot be used: {report.words}")
                 if report.kind == "ready":
                     ready = time.monotonic()
-                    everyone = first_world(self._job, self._meeting)
-                    self._ranks.fork(contexts(self._job, self._meeting, everyone, self._part.world))
+                    if self._meeting.admission is None:
+                        everyone = first_world(self._job, self._meeting)
+                        self._ranks.fork(contexts(self._job, self._meeting, everyone, self._part.world))
                 self._note(report)
+            self._peers.say(Status(heard=self._part.heard))
             if time.monotonic() > end:
                 raise RunFailedError(f"the fork server was not ready within {START_SECONDS:g} s")
             self._interrupts.wait(TICK_SECONDS, self._spawner)
+        if self._meeting.admission is not None:
+            self._job.announce(f"Node {self._job.place.node} of the run, with places for ranks and none yet.")
+            return
         self._pulse.watch(self._ranks.living)
         forked = time.monotonic()
         seconds = {"server": round(ready - self._spawner.began, 3), "fork": round(forked - ready, 3)}
@@ -249,8 +272,11 @@ class Agent:
         self._ending = True
         self._log.write("run_failed", reason=reason)
         self._job.announce(f"The run failed: {reason}")
+        # Without ranks, and none on their way, it is this host alone that is lost to the run.
+        summons = self._part.summons
+        idle = self._job.place.node > 0 and not self._part.members and (summons is None or not summons.is_open)
         with suppress(DistError):  # without a store the others see it as we did
-            self._peers.say(Status(state="failed", reason=reason))
+            self._peers.say(Status(state="left" if idle else "failed", reason=reason))
 
     def _end(self, code: int) -> None:
         """Kill what lives; wait a bounded time, since no signal ends a process that hangs in the kernel."""

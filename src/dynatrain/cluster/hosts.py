@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from dynatrain.cluster.meeting import Job
+from dynatrain.cluster.claim import Claim
+from dynatrain.cluster.meeting import Host, Job, Meeting
 from dynatrain.cluster.membership import MembershipError
 from dynatrain.cluster.parting import verdict
 from dynatrain.cluster.peers import Peers
@@ -20,16 +21,22 @@ class Hosts:
 
     Args:
         job: what is run.
+        meeting: what the first agents have in common.
         peers: the agents.
         log: of events.
         clock: seconds, monotonic.
 
     Attributes:
+        devices: CUDA devices of each node.
         going: hosts that the open change is to free of ranks, or that are let go.
     """
 
-    def __init__(self, job: Job, peers: Peers, log: Log, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, job: Job, meeting: Meeting, peers: Peers, log: Log, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._job = job
+        self._hosts = dict(meeting.hosts)  # of every node that ever was
+        self.devices = dict(meeting.devices)
         self._peers = peers
         self._log = log
         self._clock = clock
@@ -75,6 +82,35 @@ class Hosts:
     def _verdict(self) -> str:
         waits = [self._clock() - self._told[node] for node in self._late]
         return verdict(waits, self._job.drain_seconds) if waits else "wait"
+
+    @property
+    def taken(self) -> dict[str, str]:
+        """Who has which place, in words."""
+        return {host.place: str(host) for node, host in self._hosts.items() if node in self._peers.nodes}
+
+    def admit(self, claim: Claim) -> int:
+        """Take an agent in; the number of its node, which none has had before."""
+        node = max(self.devices) + 1
+        self._hosts[node] = Host(place=claim.place, name=claim.host, pid=claim.pid, devices=claim.devices)
+        self.devices[node] = claim.devices
+        self._peers.enroll({*self._peers.nodes, node})
+        self._log.write("host_joined", node=node, host=claim.host, place=claim.place, pid=claim.pid)
+        return node
+
+    def strike(self, used: Collection[int]) -> None:
+        """Go on without those agents that are lost and have no ranks: a run depends on its ranks alone.
+
+        Args:
+            used: nodes that have ranks, or are about to.
+        """
+        spared = {*used, *self.going, self._job.place.node}
+        half = self._job.liveness_seconds / 2  # before the other agents take its silence for a failure
+        lost = [node for node in self._peers.nodes if node not in spared and self._peers.is_lost(node, half)]
+        if lost:
+            self._peers.enroll(set(self._peers.nodes) - set(lost))
+        for node in lost:
+            self._told.pop(node, None)
+            self._log.write("host_left", node=node)
 
     def begin(self, nodes: Collection[int]) -> None:
         """These are to leave.

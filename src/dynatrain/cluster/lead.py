@@ -4,7 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from dynatrain.cluster.claim import Admission, Claim, refusal
 from dynatrain.cluster.desk import Desk
+from dynatrain.cluster.door import Door
 from dynatrain.cluster.heart import read_beat
 from dynatrain.cluster.hosts import Hosts
 from dynatrain.cluster.meeting import Job, Meeting, first_world
@@ -17,6 +19,7 @@ from dynatrain.cluster.summons import Newcomer, Sight, Summons, advance, is_over
 from dynatrain.cluster.worlds import crossing_board
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.log import Log
+from dynatrain.observe.prints import print_of
 from dynatrain.observe.requests import Answer, Request, new_id
 
 
@@ -55,11 +58,13 @@ class Lead:
         self._layout = job.layout
         self._said_layout = ""
         self._generation = 0  # the last one that a crossing had
+        self._in_generation = 0  # of the world that there is
         self._summons: Summons | None = None
         self._request = Request(id="none", verb="stop")  # of the summons
         self._number = -1  # of what was asked of the ranks
         self._since = 0.0
-        self._hosts = Hosts(job, peers, log, clock)
+        self._hosts = Hosts(job, meeting, peers, log, clock)
+        self._door = Door(meeting.store, job.secret)
         self._reserve = Reserve(meeting.board, job.spares)
         self.must_stop = ""
 
@@ -71,6 +76,8 @@ class Lead:
         """
         self._look_at_layout()
         self._hosts.hear()
+        coming = self._summons.newcomers if self._summons is not None else ()
+        self._hosts.strike({*(self._places[member].node for member in self._world), *(one.node for one in coming)})
         if self._summons is None or self._summons.stage != "done":
             self._give_up(self._hosts.overdue)
         if self._summons is not None:
@@ -81,6 +88,49 @@ class Lead:
         elif not stopping and not self.must_stop:
             self._keep_spares()
             self._take_up()
+            self._look_at_door()
+
+    def _look_at_door(self) -> None:
+        """Take in an agent that has come, or say why not; where it brings ranks, the run grows next."""
+        claim = self._door.look() if self._summons is None and not self._hosts.departing else None
+        if claim is None:
+            return
+        if isinstance(claim, Claim):
+            prints = {**self._job.prints, "config": print_of([self._job.run.config.read_bytes()])}
+            why = refusal(claim, prints=prints, taken=self._hosts.taken, device=self._meeting.device)
+            who = f"process {claim.pid} on {claim.host}"
+        else:
+            why, who = claim, "somebody"
+        if why or not isinstance(claim, Claim):
+            self._door.refuse(why)
+            self._log.write("join_refused", who=who, reason=why)
+            self._job.announce(f"Not admitted: {who}: {why}.")
+            return
+        self._door.admit(self._admission(self._hosts.admit(claim)))
+        self._job.announce(f"Node {max(self._peers.nodes)} has joined: {who}.")
+        if claim.ranks:
+            self._grow(claim.ranks)
+
+    def _admission(self, node: int) -> Admission:
+        return Admission(
+            node=node,
+            nodes=self._job.place.nodes,
+            nonce=self._job.place.nonce,
+            world_size=self._meeting.world_size,
+            world=self._world,
+            generation=self._in_generation,
+            summons=self._meeting.board.peek(SUMMONS) or "",
+            device=self._meeting.device,
+            backend=self._meeting.backend,
+            attempt=self._meeting.attempt,
+        )
+
+    def _grow(self, ranks: int) -> None:
+        """Ask for the largest world that there may be with so many more ranks."""
+        size, _ = largest(len(self._world) + ranks, lambda size: self._job.resize(self._layout, size, ""))
+        request = Request(id=new_id(), verb="scale", arguments={"size": max(size, len(self._world))}, by="join")
+        self._desk.note(request)
+        self._begin(request)
 
     def _keep_spares(self) -> None:
         new = self._reserve.keep(self._living(), self._hosts.open, self._free(self._job.spares), len(self._places))
@@ -196,7 +246,7 @@ class Lead:
         free = {}
         for node in self._hosts.open:
             there = {slot for at, slot in taken if at == node}
-            last = self._meeting.devices[node] if self._meeting.device == "cuda" else len(there) + most
+            last = self._hosts.devices[node] if self._meeting.device == "cuda" else len(there) + most
             free[node] = [slot for slot in range(last) if slot not in there]
         return free
 
@@ -241,6 +291,7 @@ class Lead:
             self._places |= {one.member: one for one in summons.newcomers}
         elif summons.stage == "done":
             self._world, self._layout = summons.new, summons.layout
+            self._in_generation = summons.generation
         self._meeting.board.post(SUMMONS, summons.to_json())
         self._reserve.call(summons.coming)
         self._log.write(

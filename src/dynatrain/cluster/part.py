@@ -34,7 +34,8 @@ class Part:
         log: of events.
         patience: seconds without a beat after which a newcomer is lost.
         leave_seconds: what leavers have to end by themselves.
-        world: members of the first world, by rank.
+        world: members of the world, by rank.
+        summons: the last one before this agent came in, in which it has no part.
 
     Attributes:
         world: members, by rank.
@@ -54,6 +55,7 @@ class Part:
         patience: float,
         leave_seconds: float,
         world: tuple[int, ...],
+        summons: Summons | None = None,
     ) -> None:
         self._store = store
         self._board = Board(store, len(world))
@@ -67,8 +69,8 @@ class Part:
         self._overdue: set[int] = set()
         self._spares: set[int] = set()
         self.world = world
-        self.summons: Summons | None = None
-        self.heard = ""
+        self.summons = summons
+        self.heard = summons.mark if summons else ""
         self.lost = ""
 
     @property
@@ -139,7 +141,7 @@ class Part:
 
     def _go_on(self, summons: Summons, now: float) -> None:
         """Do what a stage asks for in time."""
-        if summons.stage in {"coming", "asked"} and not self.lost:
+        if summons.is_open and not self.lost:
             self.lost = self._lost(summons)
         if summons.stage == "asked" and self.lost:
             crossing = crossing_board(self._store, summons.generation, summons.holders)

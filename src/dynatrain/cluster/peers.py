@@ -126,6 +126,11 @@ class Peers:
                 return f"the agent of node {node} is silent for {quiet:.1f} s"
         return ""
 
+    def is_lost(self, node: int, patience: float) -> bool:
+        """Whether another agent has gone by itself, or is silent for longer than ``patience`` seconds."""
+        status = self._seen[node]
+        return status.state == "left" or self._clock() - self._changed[node] > patience
+
     def any_done(self) -> bool:
         """Whether all ranks of some other node have ended well."""
         return any(status.state == "done" for status in self._seen.values())

@@ -18,6 +18,8 @@ place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
 ``request``         ``id, verb, arguments, by``: taken from the run folder
 ``answer``          ``id, outcome, message, switch``
 ``signal``          ``signal, node``: the agent was asked to end
+``host_joined``     ``node, host, place, pid``: an agent has come to a run that had begun
+``join_refused``    ``who, reason``: another was not taken in
 ``host_leaves``     ``node, seconds``: a signal has told the agent that its host goes, and in how many seconds
 ``host_left``       ``node``: that agent has ended, and the run goes on without its host
 ``run_failed``      ``reason``: the first cause; the run ends with exit code 3
@@ -58,6 +60,8 @@ KINDS = frozenset(
         "run_failed",
         "agent_ended",
         "crossing",
+        "host_joined",
+        "join_refused",
         "host_leaves",
         "host_left",
         "newcomer",
@@ -80,6 +84,7 @@ _NEEDED_OF: dict[str, dict[str, Rule]] = {
     "save": {"step": count, "outcome": text},
     "agent_started": {"world_size": count, "nodes": count},
     "crossing": {"world": count, "stage": text, "members": [count], "nodes": [count], "layout": text},
+    "host_joined": {"node": count, "host": text},
     "host_left": {"node": count},
 }
 """What readers of a line, and of one of a kind, rely on."""
