@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import psutil
 import pytest
-from tests.dist.agents import RunningAgent, agent, gone, until
+from tests.dist.agents import JOIN, RunningAgent, agent, gone, until
 from tests.dist.test_torchrun import two_agents
 
 from dynatrain.observe.requests import Answer, Request, new_id, submit, wait_answer
@@ -219,6 +219,36 @@ def test_a_spare_waits_in_its_place_and_is_called_to_the_next_world(tmp_path):
         below = run.below()
         stop(run)
         assert gone(below)
+
+
+def test_an_agent_joins_and_takes_ranks_others_are_refused_and_a_notice_takes_it_out_again(tmp_path):
+    folder = tmp_path / "run"
+    with ExitStack() as stack:
+        first = stack.enter_context(agent(folder, CROSS, 1))
+        first.pids()
+        joined = stack.enter_context(agent(folder, CROSS, 1, main=JOIN, PLACE="pod-7"))
+        until(lambda: ("done", [0, 1]) in crossings(first))
+        (newcomer,) = first.events("newcomer")
+        assert psutil.Process(newcomer["pid"]) in joined.below()
+        wrong = {
+            "another code: c1, the run has c0": {"CODE": "c1"},
+            "does not have the run's token": {"TOKEN": "guessed"},
+            "the place 'pod-7' is taken by process": {"PLACE": "pod-7"},
+        }
+        refused = [stack.enter_context(agent(folder, CROSS, 1, main=JOIN, **env)) for env in wrong.values()]
+        for reason, (code, said, _) in zip(wrong, (one.end() for one in refused), strict=True):
+            assert (code, reason in said) == (2, True), said
+            assert any(reason in event["reason"] for event in first.events("join_refused"))
+        below = joined.below()
+        joined.send(signal.SIGTERM)
+        code, said, _ = joined.end()
+        assert (code, gone(below)) == (0, True), said
+        assert crossings(first)[-1] == ("done", [0])
+        assert len(first.events("host_joined")) == 1
+        assert ask(first, size=2).outcome == "done"
+        stop(first)
+        assert not (folder / "join.json").exists()
+        assert not first.events("run_failed")
 
 
 @pytest.mark.sweep

@@ -17,17 +17,17 @@ from dynatrain.cluster.summons import Summons
 from dynatrain.observe.address import Address
 from dynatrain.observe.prints import code_print, print_of
 
-SECRET = "of the run"
+RUN_KEY = "of the run"
 PRINTS = {"code": "c0", "model": "m0"}
 CLAIM = Claim(place="pod-7", host="gpu-7", pid=70, devices=0, ranks=0, prints=PRINTS)
 
 
 @pytest.fixture
 def cluster(tmp_path) -> Cluster:
-    return Cluster(tmp_path, secret=SECRET, prints=PRINTS)
+    return Cluster(tmp_path, secret=RUN_KEY, prints=PRINTS)
 
 
-def come(cluster: Cluster, claim: Claim = CLAIM, secret: str = SECRET) -> Admission:
+def come(cluster: Cluster, claim: Claim = CLAIM, secret: str = RUN_KEY) -> Admission:
     """Knock; the run goes on while it is waited for."""
     config = {"config": print_of([cluster.run.config.read_bytes()])}
     claim = replace(claim, prints={**config, **claim.prints})
@@ -50,15 +50,15 @@ def test_who_has_other_code_config_or_model_or_claims_a_taken_place_hears_all_of
 
 
 def test_a_seal_holds_for_one_secret_one_number_and_one_kind() -> None:
-    text = sealed(SECRET, 3, "claim", "{}")
-    assert opened(SECRET, 3, "claim", text) == "{}"
+    text = sealed(RUN_KEY, 3, "claim", "{}")
+    assert opened(RUN_KEY, 3, "claim", text) == "{}"
     for secret, number, kind, said in (
         ("other", 3, "claim", text),
-        (SECRET, 4, "claim", text),  # a claim that was read in the store is of no use
-        (SECRET, 3, "answer", text),
-        (SECRET, 3, "claim", text.replace("{}", "{ }")),
-        (SECRET, 3, "claim", "nothing"),
-        (SECRET, 3, "claim", "[]"),
+        (RUN_KEY, 4, "claim", text),  # a claim that was read in the store is of no use
+        (RUN_KEY, 3, "answer", text),
+        (RUN_KEY, 3, "claim", text.replace("{}", "{ }")),
+        (RUN_KEY, 3, "claim", "nothing"),
+        (RUN_KEY, 3, "claim", "[]"),
     ):
         assert opened(secret, number, kind, said) is None
 
@@ -88,9 +88,9 @@ def test_an_agent_that_brings_ranks_makes_the_run_grow_as_far_as_layouts_allow(c
 @pytest.mark.parametrize(
     ("change", "secret", "said"),
     [
-        ({"prints": {**PRINTS, "code": "c1"}}, SECRET, "another code: c1, the run has c0"),
-        ({"prints": {**PRINTS, "model": "m1"}}, SECRET, "another model: m1, the run has m0"),
-        ({"prints": {**PRINTS, "config": "x"}}, SECRET, "another config: x"),
+        ({"prints": {**PRINTS, "code": "c1"}}, RUN_KEY, "another code: c1, the run has c0"),
+        ({"prints": {**PRINTS, "model": "m1"}}, RUN_KEY, "another model: m1, the run has m0"),
+        ({"prints": {**PRINTS, "config": "x"}}, RUN_KEY, "another config: x"),
         ({}, "guessed", "does not have the run's token"),
     ],
 )
@@ -122,7 +122,7 @@ def test_who_was_refused_by_the_first_agents_is_told_of_in_the_run(cluster) -> N
 
 def test_what_is_no_claim_at_all_is_refused_and_stops_nothing(cluster) -> None:
     door = PrefixStore("dynatrain/door", cluster.store)
-    for text in ("", "{", '{"body": 1}', sealed(SECRET, 3, "claim", '{"place": "x"}')):
+    for text in ("", "{", '{"body": 1}', sealed(RUN_KEY, 3, "claim", '{"place": "x"}')):
         door.set(f"claim/{int(door.add('claims', 1)) - 1}", text)
     for _ in range(4):
         cluster.tick()
@@ -171,7 +171,7 @@ def test_the_store_listens_on_the_named_interface_alone() -> None:
 
 def test_the_address_of_a_run_is_for_its_owners_eyes(tmp_path) -> None:
     assert Address.read(tmp_path) is None
-    address = Address(host="10.0.0.1", port=29400, secret=SECRET)
+    address = Address(host="10.0.0.1", port=29400, secret=RUN_KEY)
     address.write(tmp_path)
     address.write(tmp_path)
     assert Address.read(tmp_path) == address

@@ -207,7 +207,8 @@ def test_what_is_no_duration_is_refused(text):
         (["two"], "", ["No run 'two'", "one"]),
     ],
 )
-def test_a_join_that_does_not_say_where_and_with_what_is_refused(run, call, monkeypatch, words, token, said):
+@pytest.mark.usefixtures("run")
+def test_a_join_that_does_not_say_where_and_with_what_is_refused(call, monkeypatch, words, token, said):
     monkeypatch.setenv("DYNATRAIN_TOKEN", token)
     code, _, err = call("join", *words)
     assert code == 2
