@@ -37,7 +37,6 @@ def join(
     ranks: int = 0,
     place: str = "",
     interface: str = "",
-    entry: Annotated[str, tyro.conf.Suppress] = ENTRY,
     json: bool = False,
 ) -> int:
     """Bring this machine to a running run, as a place for ranks, until it is drained or the run ends.
@@ -55,7 +54,6 @@ def join(
         ranks: by how many ranks the run is to grow for it, as far as layouts allow; by default none, until scale asks.
         place: name of the place that it takes; of one name there is one agent. By default this machine's name.
         interface: network interface that its ranks use; by default the run's own setting.
-        entry: what each rank runs.
         json: print one JSON object at the end.
     """
     folder = find_run(run or where)
@@ -75,7 +73,7 @@ def join(
     world = checked.config.world
     code = join_agent(
         folder,
-        entry,
+        ENTRY,
         address,
         claim,
         grace_seconds=grace_of(checked.config),
