@@ -135,8 +135,8 @@ def run_agent(
     finally:
         if mark is not None and lease is not None:
             lease.close()
-            Address.forget(run.path)
             if not lease.lost:
+                Address.forget(run.path)
                 Inbox(run.requests).close(f"the run has ended with code {code}")
             _release(run, mark, code)
     return code
