@@ -16,6 +16,7 @@ from dynatrain.cluster.store import host_store
 from dynatrain.cluster.summons import Summons
 from dynatrain.observe.address import Address
 from dynatrain.observe.prints import code_print, print_of
+from dynatrain.observe.requests import Request, submit
 
 RUN_KEY = "of the run"
 PRINTS = {"code": "c0", "model": "m0"}
@@ -83,6 +84,25 @@ def test_an_agent_that_brings_ranks_makes_the_run_grow_as_far_as_layouts_allow(c
     summons = Summons.from_json(cluster.board.peek("summons"))
     assert (len(summons.new), summons.layout) == (5, "dp5")
     assert events(cluster, "request")[0]["by"] == "join"
+
+
+def test_who_knocks_while_members_change_waits_until_that_is_over(cluster) -> None:
+    submit(cluster.run.requests, Request(id="a", verb="scale", arguments={"size": 1}))
+    turns = 0
+
+    def meanwhile(_: float) -> None:
+        nonlocal turns
+        turns += 1
+        cluster.tick()
+        if turns == 3:
+            assert not events(cluster, "host_joined")
+            cluster.asked()
+            cluster.end(1)
+            cluster.reply("done")
+
+    config = {"config": print_of([cluster.run.config.read_bytes()])}
+    found = knock(cluster.store, RUN_KEY, replace(CLAIM, prints={**PRINTS, **config}), 5.0, meanwhile)
+    assert (found.world, found.generation, Summons.from_json(found.summons).stage) == ((0,), 1, "done")
 
 
 @pytest.mark.parametrize(

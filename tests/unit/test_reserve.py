@@ -92,6 +92,7 @@ def test_who_leaves_with_its_host_is_replaced_by_a_spare_elsewhere(tmp_path) -> 
 def test_a_spare_goes_with_its_host_and_another_host_gets_one(cluster) -> None:
     cluster.beat(0, 1, 2)
     told(cluster, 1)
+    assert cluster.nodes[1].spawner.killed == [2]
     assert cluster.asked()["arguments"]["members"] == [0]
     cluster.end(1)
     cluster.reply("done")

@@ -49,9 +49,9 @@ def crossed(run, *, stage="done", members=(1, 4, 5), layout="fsdp3"):
         log.write("crossing", stage=stage, world=7, members=list(members), nodes=[0] * len(members), layout=layout)
 
 
-def on_two_hosts(run, attempt=0):
+def on_two_hosts(run):
     """Three ranks on two hosts; a third one has left."""
-    with Log(run.events, generation=0, attempt=attempt) as log:
+    with Log(run.events, generation=0, attempt=0) as log:
         for node, name in enumerate(("gpu-a.lan", "gpu-b.lan", "gpu-c.lan")):
             log.write("agent_started", world_size=3, nodes=3, node=node, host=name)
         log.write("crossing", stage="done", world=1, members=[0, 1, 3], nodes=[0, 1, 1], layout="fsdp3")
@@ -152,8 +152,9 @@ def test_status_tells_the_hosts_and_their_ranks(run, call):
     out = call("status", "one")[1]
     assert "  node 0, gpu-a.lan: rank 0\n  node 1, gpu-b.lan: ranks 1, 2\n" in out
     assert json.loads(call("status", "one", "--json")[1])["hosts"] == {"0": "gpu-a.lan", "1": "gpu-b.lan"}
-    on_two_hosts(run, attempt=1)  # the hosts of an earlier attempt are no longer the run's
-    assert json.loads(call("status", "one", "--json")[1])["hosts"] == {"0": "gpu-a.lan", "1": "gpu-b.lan"}
+    with Log(run.events, generation=0, attempt=1) as log:  # the hosts of an earlier attempt are no longer the run's
+        log.write("agent_started", world_size=1, nodes=1, node=0, host="gpu-d")
+    assert json.loads(call("status", "one", "--json")[1])["hosts"] == {"0": "gpu-d"}
 
 
 def switch(number, *, moved=0, move=0.0, old=4, new=4, outcome="committed", **seconds):
