@@ -146,7 +146,8 @@ def test_hosts_come_and_go_and_the_numbers_are_those_of_a_run_left_alone(place):
         process.communicate(timeout=30)
     moved = steps_of(run)
     assert [line["step"] for line in moved] == list(range(len(moved)))
-    assert list(dict.fromkeys(line["layout"] for line in moved)) == ["fsdp2", "fsdp3", "fsdp2", "dp1"]
+    layouts = list(dict.fromkeys((line["generation"], line["layout"]) for line in moved))
+    assert [layout for _, layout in layouts] == ["fsdp2", "fsdp3", "fsdp2", "dp1"]
     for one, other in zip(moved, steps_of(alone), strict=False):
         assert abs(one["loss"] - other["loss"]) <= 1e-12, (one, other)
     assert dynatrain("check", "moved", cwd=place).code == 0

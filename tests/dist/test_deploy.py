@@ -54,6 +54,7 @@ def test_slurm_drains_a_preempted_node_and_queues_again_what_stopped_saved(tmp_p
         for process in (agents[1], *agents[1].children(recursive=True)):  # as Slurm signals all processes of a task
             process.send_signal(signal.SIGTERM)
         until(lambda: seen("host_left"))
+        agents[1].wait(10)
         assert [event["exit"] for event in seen("agent_ended")] == [0]
         assert script.poll() is None
         for process in psutil.Process(script.pid).children(recursive=True):

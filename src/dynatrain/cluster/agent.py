@@ -208,9 +208,12 @@ class Agent:
         if failure := self._vitals.failure(now, stopping=bool(self._stop_code)):
             raise RunFailedError(failure)
         over = self._vitals.over()
+        if over and not self._stop_code:
+            self._peers.look()
+            self._follow_stop()
         if self._stop_code:
             over = over or now > self._stop_end or len(self._interrupts.received) > 1
-        return (self._vitals.code() or self._stop_code) if over else None
+        return (self._vitals.code() or self._stop_code or self._peers.code) if over else None
 
     def _tick(self) -> None:
         """Everything that is looked at rather than reported."""
@@ -218,9 +221,24 @@ class Agent:
             raise RunFailedError(self._job.lease.lost)
         self._pulse.look()
         self._peers.look()
+        self._follow_stop()
+        self._say()
+        if self._job.place.node == 0:
+            self._desk.serve()
+            self._lead.look(stopping=bool(self._stop_code))
+            if self._lead.must_stop and not self._stop_code:
+                self._job.announce(f"{self._lead.must_stop[0].upper()}{self._lead.must_stop[1:]}.")
+                self._stop(signal.SIGTERM, self._job.place.node)
+        self._part.look(time.monotonic())
+
+    def _follow_stop(self) -> None:
+        """Stop where another agent was asked to."""
         node, number = self._peers.stopping()
         if number and not self._stop_code:
             self._stop(number, node)
+
+    def _say(self) -> None:
+        """Tell the other agents how this one is."""
         self._peers.say(
             Status(
                 state="stopping" if self._stop_code else "leaving" if self._leaving else "running",
@@ -230,13 +248,6 @@ class Agent:
                 lost=self._part.lost,
             )
         )
-        if self._job.place.node == 0:
-            self._desk.serve()
-            self._lead.look(stopping=bool(self._stop_code))
-            if self._lead.must_stop and not self._stop_code:
-                self._job.announce(f"{self._lead.must_stop[0].upper()}{self._lead.must_stop[1:]}.")
-                self._stop(signal.SIGTERM, self._job.place.node)
-        self._part.look(time.monotonic())
 
     def _heed(self, received: list[int]) -> None:
         """Do what a signal asks for: SIGTERM takes this host out of the run where its store and its lead are elsewhere.
@@ -264,6 +275,7 @@ class Agent:
         name = signal_name(number)
         self._log.write("signal", signal=name, node=node)
         self._job.announce(f"{name}: stopping at the next step edge; once more to end at once.")
+        self._say()  # before the ranks hear of it: where they end at once, the others are to know why
         if self._job.place.node == 0:
             self._desk.stop(Request(id=new_id(), verb="stop", by=name))
 
