@@ -9,6 +9,7 @@ from dynatrain.app.commands import drain
 from dynatrain.app.main import main
 from dynatrain.app.predicted import predict, seconds_of
 from dynatrain.app.resize import layout_of_size
+from dynatrain.app.runs import RunWorld
 from dynatrain.config.load import load_config
 from dynatrain.config.toml import to_toml
 from dynatrain.layout.form import LayoutError
@@ -145,6 +146,15 @@ def test_hosts_are_named_by_node_or_name_and_refused_with_those_that_there_are(r
     code, _, err = call("drain", "one", *words)
     assert code == 2
     assert all(text in err for text in said), err
+
+
+def test_spares_come_for_the_ranks_of_a_host_and_for_no_others(run):
+    on_two_hosts(run)
+    world, spared = RunWorld.of(run), checked("--world.spares=1")
+    assert drain._layout(spared, world, [1, 2], "", whole=True) == "fsdp2"
+    assert drain._layout(spared, world, [1], "", whole=False) == "fsdp2"
+    with pytest.raises(LayoutError, match=r"world\.min = 2"):
+        drain._layout(spared, world, [1, 2], "", whole=False)
 
 
 def test_status_tells_the_hosts_and_their_ranks(run, call):

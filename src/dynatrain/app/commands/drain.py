@@ -73,7 +73,7 @@ def drain(
 
 
 def _layout(run: CheckedRun, world: RunWorld, leave: list[int], named: str, *, whole: bool) -> str:
-    """The layout of the ranks that stay; ``whole`` hosts may take more ranks with them.
+    """The layout of the ranks that stay; ``whole`` hosts may take more ranks with them, and spares come for theirs.
 
     Raises:
         MistakeError: nobody would stay, or there are no such ranks.
@@ -83,9 +83,9 @@ def _layout(run: CheckedRun, world: RunWorld, leave: list[int], named: str, *, w
         raise MistakeError(f"--rank {' '.join(map(str, unknown))}: the ranks are 0 .. {world.size - 1}.")
     if len(leave) == world.size:
         raise MistakeError(f"All {world.size} ranks would leave; at least one stays. To end the run: dynatrain stop.")
-    most = world.size - len(leave)
     if not leave:
         return world.layout
+    most = min(world.size - len(leave) + (run.config.world.spares if whole else 0), world.size)
     if named or not whole:
         return layout_of_size(run, world.layout, parse_layout(named).world_size if named and whole else most, named)
     return largest(most, lambda size: layout_of_size(run, world.layout, size, ""))[1]
