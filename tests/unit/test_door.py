@@ -140,6 +140,11 @@ def test_who_was_refused_by_the_first_agents_is_told_of_in_the_run(cluster) -> N
     assert events(cluster, "join_refused")[0]["reason"] == "process 9 on gpu-9: the place of node 1 is taken"
 
 
+def test_who_is_killed_before_it_has_said_anything_does_not_block_the_door(cluster) -> None:
+    PrefixStore("dynatrain/door", cluster.store).add("claims", 1)
+    assert come(cluster).node == 2
+
+
 def test_what_is_no_claim_at_all_is_refused_and_stops_nothing(cluster) -> None:
     door = PrefixStore("dynatrain/door", cluster.store)
     for text in ("", "{", '{"body": 1}', sealed(RUN_KEY, 3, "claim", '{"place": "x"}')):

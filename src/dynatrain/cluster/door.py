@@ -21,6 +21,7 @@ from dynatrain.cluster.place import PlaceError
 
 _POLL_SECONDS = 0.1
 _LONGEST = 1 << 16
+_LOOKS = 25  # at a number without a text, some seconds; then the next one's turn comes
 
 
 class Door:
@@ -36,13 +37,17 @@ class Door:
         self._board = Board(self._store, 1)
         self._secret = secret
         self._next = 0
+        self._looked = 0  # how often there was no text under that number
 
     def look(self) -> Claim | str | None:
         """The oldest claim that has no answer; why it is none, where it is none; None where nobody knocks."""
         if self._next >= int(self._store.add("claims", 0)):
             return None
         text = self._board.peek(f"claim/{self._next}")
-        if text is None:  # its number is drawn, and its text not there yet
+        if text is None:  # its number is drawn, its text not there yet; never, where its writer was killed in between
+            self._looked += 1
+            if self._looked > _LOOKS:
+                self._pass_on()
             return None
         if note := _note_in(text):
             return note
@@ -65,7 +70,10 @@ class Door:
     def _answer(self, text: str) -> None:
         self._board.post(f"answer/{self._next}", text)
         self._store.delete_key(f"claim/{self._next}")
-        self._next += 1
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        self._next, self._looked = self._next + 1, 0
 
 
 def _note_in(text: str) -> str:
