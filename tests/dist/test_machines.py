@@ -51,7 +51,9 @@ def machines():
 
 def test_an_agent_of_another_machine_joins_over_the_named_interface_and_is_drained_by_name(tmp_path, machines):
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.txt").write_text("".join(f"a{number * number} to be or not, " for number in range(900)))
+    for name in "ab":
+        words = (f"{name}{number * number} to be or not to be, " for number in range(900))
+        (tmp_path / "text" / f"{name}.txt").write_text("".join(words))
     (tmp_path / "run.toml").write_text(CONFIG.replace("fsdp2", "dp1"))
     env = environment() | {PACE: "0.1"}
     del env["GLOO_SOCKET_IFNAME"]  # the run's own setting is to be enough
