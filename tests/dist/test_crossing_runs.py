@@ -12,6 +12,7 @@ import pytest
 from tests.cli import ROOT, dynatrain, environment
 from tests.dist.paced import PACE
 
+from dynatrain.app.runs import RunWorld
 from dynatrain.data.order import batch_ids
 from dynatrain.data.prepare import open_samples
 from dynatrain.observe.log import Tail
@@ -40,9 +41,9 @@ pytestmark = [pytest.mark.sweep, pytest.mark.timeout(300)]
 
 
 @contextmanager
-def training(place, name, **env):
+def training(place, name, *words, **env):
     """A run that is being trained, slowly while its first rank 0 is there."""
-    command = [sys.executable, MAIN, "paced:main", "train", "run.toml", "--run", name]
+    command = [sys.executable, MAIN, "paced:main", "train", "run.toml", "--run", name, *words]
     process = subprocess.Popen(
         command,
         cwd=place,
@@ -83,10 +84,13 @@ def place(tmp_path):
 
 
 def test_a_run_grows_shrinks_and_loses_its_rank_0_and_its_numbers_are_those_of_a_run_left_alone(place):
-    with training(place, "moved") as (process, run):
+    with training(place, "moved", "--world.spares=1") as (process, run):
         until(lambda: len(steps_of(run)) > 3, process)
+        (spare,) = until(lambda: [one for one in Tail(run.events).new() if one["kind"] == "newcomer"], process)
+        time.sleep(1.0)  # for its first beat
         grown = dynatrain("scale", "moved", "3", cwd=place)
         assert grown.code == 0, grown
+        assert spare["member"] in RunWorld.of(run).members
         # Eight steps of a world say what the way there has cost.
         until(lambda: sum(line["generation"] == 1 for line in steps_of(run)) > 10, process)
         drained = dynatrain("drain", "moved", "--rank", "0", cwd=place)
