@@ -91,7 +91,7 @@ def test_a_step_that_comes_again_gets_its_batch_again_in_the_layout_of_the_momen
         data.next(at("dp1", 0))
         assert data.next(at("dp2", 1, 1)).tolist() == expected(1)[1::2].tolist()
         assert data.next(at("dp1", 1)).tolist() == expected(1).tolist()
-        assert data.state_dict()["batches"] == 2
+        assert data.state_dict()["items"] == 8
         assert data.next(at("dp1", 2)).tolist() == expected(2).tolist()
 
 

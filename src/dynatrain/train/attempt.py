@@ -162,6 +162,7 @@ class Attempt(Preparation):
         assert self._executor is not None
         self.way.enter()
         if self.way.comes:
+            self.new.write_back(self._executor.new)
             self._take_account(self.new)
         elif not self.way.leaves:
             bind(self.party, self.old, self.new, self._executor.new)

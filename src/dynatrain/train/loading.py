@@ -128,7 +128,9 @@ class _Found:
     def fill(self) -> None:
         """Overwrite everything."""
         party, world = self._party, self._world
-        read_into(world.pieces(party.rank, party.device), self._shelf, world.catalogue, self._fetches)
+        pieces = world.pieces(party.rank, party.device)
+        read_into(pieces, self._shelf, world.catalogue, self._fetches)
+        world.write_back(pieces)
         if self._account is None:
             return
         take(world, self._account["objects"], self._options)
@@ -172,8 +174,11 @@ def _shelf(catalogue: Catalogue, forms: Mapping[str, Any], folder: DcpFolder, re
                     problems.append(f"it has no {rename(ours)}")
             elif folder.shapes[key] != shape:
                 problems.append(f"{key} has shape {folder.shapes[key]}, here it is {shape}")
-            elif folder.dtypes[key].is_floating_point != getattr(torch, state.dtype).is_floating_point:
-                problems.append(f"{key} is {folder.dtypes[key]}, here it is {state.dtype}")
+            elif not holds(getattr(torch, state.dtype), folder.dtypes[key]):
+                there = str(folder.dtypes[key]).removeprefix("torch.")
+                problems.append(
+                    f"{key} is {there}, and here it is {state.dtype}, which cannot hold every value of that"
+                )
             else:
                 used.add(key)
                 found[tensor.name, state.name] = folder.stored(key)
@@ -181,6 +186,18 @@ def _shelf(catalogue: Catalogue, forms: Mapping[str, Any], folder: DcpFolder, re
     if problems:
         raise FolderError(f"{folder.path} cannot be loaded", tuple(problems))
     return found
+
+
+def holds(here: torch.dtype, there: torch.dtype) -> bool:
+    """Whether every value of the element type ``there`` is one of ``here``; fractions do not take whole numbers."""
+    if here == there or (there == torch.bool and not (here.is_floating_point or here.is_complex)):
+        return True
+    if here == torch.bool or here.is_complex != there.is_complex or here.is_floating_point != there.is_floating_point:
+        return False
+    if here.is_floating_point or here.is_complex:
+        ours, its = torch.finfo(here), torch.finfo(there)
+        return ours.eps <= its.eps and ours.max >= its.max and ours.tiny <= its.tiny
+    return torch.iinfo(here).min <= torch.iinfo(there).min and torch.iinfo(here).max >= torch.iinfo(there).max
 
 
 def _spellings(key: str) -> tuple[str, ...]:
