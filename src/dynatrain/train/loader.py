@@ -8,8 +8,8 @@
 Item ``i`` of a global batch goes to data rank ``i mod n``, where ``n = sw.layout.data_ranks``; ranks of one data rank
 (its tp and pp ranks) get equal batches. The cursor is the number of items taken. It knows no ranks, no layout and no
 size of batches, so a saved cursor goes on in any world, with any global batch; where it counts in another order (other
-seed, other number of samples) it is refused. It moves with ``sw.step``, not with calls: a step that comes again after an
-aborted switch, and a second call within a step, get the same global batch.
+seed, other number of samples) it is refused. It moves with ``sw.step``, not with calls: a step that comes again after
+an aborted switch, and a second call within a step, get the same global batch.
 """
 
 from collections.abc import Callable, Iterator
