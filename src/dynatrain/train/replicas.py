@@ -36,7 +36,7 @@ class Replicas:
         """One hash for everything that the same ranks hold, by who they are."""
         found: dict[str, xxhash.xxh3_128] = defaultdict(xxhash.xxh3_128)
         for granule, who in self.peers.items():
-            found[who].update(self._hashes[granule])
+            found[who].update(self._hashes[granule].encode())
         return {who: hashed.hexdigest() for who, hashed in found.items()}
 
     def each(self, groups: tuple[str, ...]) -> dict[str, dict[str, str]]:
