@@ -131,6 +131,7 @@ def test_the_first_copy_is_saved_whole_where_the_job_says_so(tmp_path):
             for moment in ("exp_avg", "exp_avg_sq"):
                 sw.optimizer.state[param][moment].fill_(world.rank)
         said = sw.save_now()
+        sw.close()
         other = switcher(world, builds("decay", "none"), "fsdp2", name="other")
         other.load(tmp_path / "step_00000001")
         return said, [
@@ -149,6 +150,7 @@ def test_parameter_groups_are_loaded_by_what_is_in_them_and_buffers_as_they_are_
         train(sw, 2)
         sw.optimizer.param_groups[0]["lr"] = 0.25
         assert sw.save_now().startswith("saved in ")
+        sw.close()
         other = switcher(world, builds("none", "decay", "empty"), "fsdp2", name="other", recorder=books)
         other.model(torch.ones(2, 4))  # a forward before the load: its buffer is another
         other.load(tmp_path / "step_00000002")
@@ -157,10 +159,13 @@ def test_parameter_groups_are_loaded_by_what_is_in_them_and_buffers_as_they_are_
         counted = other.model.n.item()
         other.request("dp2")
         ended = until_ended(other, books)
+        other.close()
         problems = []
         for name, order in (("a", ("all",)), ("b", ("all", "empty", "empty")), ("c", ("none", "empty", "empty"))):
+            another = switcher(world, builds(*order), "fsdp2", name=name)
             with pytest.raises(SwitchAbortedError) as refused:
-                switcher(world, builds(*order), "fsdp2", name=name).load(tmp_path / "step_00000002")
+                another.load(tmp_path / "step_00000002")
+            another.close()
             problems.append(str(refused.value))
         return found, counted, ended, problems
 

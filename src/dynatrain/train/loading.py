@@ -17,7 +17,7 @@ from dynatrain.train.account import group_names, mismatches, take
 from dynatrain.train.agreement import SwitchAbortedError, exchange, objection_of
 from dynatrain.train.extra_state import give_extra_states
 from dynatrain.train.keys import GROUPS, STATE, extra_path, flat, granule_path, streams_path
-from dynatrain.train.live import renew_buffers
+from dynatrain.train.live import renew_buffers, reshard
 from dynatrain.train.param_groups import ParamGroupError, match, merged
 from dynatrain.train.party import Party
 from dynatrain.train.streams import Streams
@@ -58,8 +58,12 @@ def load(party: Party, world: World, path: Path, topic: str, rename: Rename | No
     told = exchange(party.board, topic, party.rank, payload=here, objection=objection, timeout=LOAD_SECONDS)
     assert found is not None
     found.match(told.in_order())
-    found.fill()
-    exchange(party.board, f"{topic}/filled", party.rank, payload=None, timeout=LOAD_SECONDS)
+    objection = None
+    try:
+        found.fill()
+    except Exception as problem:  # noqa: BLE001 - told to all ranks
+        objection = objection_of(problem)
+    exchange(party.board, f"{topic}/filled", party.rank, payload=None, objection=objection, timeout=LOAD_SECONDS)
     return found.step
 
 
@@ -69,6 +73,8 @@ class _Found:
     def __init__(self, party: Party, world: World, path: Path, rename: Rename | None) -> None:
         self._party = party
         self._world = world
+        for part in world.parts:
+            reshard(part)  # what a forward has gathered would hide what is loaded from the next one
         renew_buffers(world.parts, world.found)
         self._folder = DcpFolder(path)
         self._manifest = Manifest.read(path) if (path / MANIFEST).exists() else None
@@ -126,17 +132,17 @@ class _Found:
         return problems + [f"it has no extra state of {name}" for name in sorted(here - saved)]
 
     def fill(self) -> None:
-        """Overwrite everything."""
+        """Overwrite everything. What may refuse its state, a registered object or a module, is asked first."""
         party, world = self._party, self._world
+        if self._account is not None:
+            take(world, self._account["objects"], self._options)
+            names = {owner.name for owner in world.owners}
+            give_extra_states(world.owners, {name: self._folder.read(flat(extra_path(name))) for name in names})
         pieces = world.pieces(party.rank, party.device)
         read_into(pieces, self._shelf, world.catalogue, self._fetches)
         world.write_back(pieces)
-        if self._account is None:
-            return
-        take(world, self._account["objects"], self._options)
-        names = {owner.name for owner in world.owners}
-        give_extra_states(world.owners, {name: self._folder.read(flat(extra_path(name))) for name in names})
-        self._restore_streams()
+        if self._account is not None:
+            self._restore_streams()
 
     def _restore_streams(self) -> None:
         rank, device = self._party.rank, self._party.device
