@@ -109,7 +109,9 @@ class Optimizer(Section):
     warmup_steps: WholeNumber | None = None
     """Steps until the learning rate is at its highest; by default a tenth of all, at most 10."""
     min_lr_ratio: Share = 0.1
-    """Learning rate at the end, as a fraction of the highest."""
+    """Learning rate at the end of the cosine, as a fraction of the highest."""
+    decay_steps: Count | None = None
+    """Step at which the cosine ends; by default the steps that the run was begun with, whatever it goes on to."""
     clip_norm: NotNegative = 1.0
     """Largest global norm of the gradients; 0 does not clip."""
     exact_norm: bool = False

@@ -234,7 +234,7 @@ def job_of(checked: CheckedRun) -> Job:
             bf16_newton_schulz=config.optimizer.bf16_newton_schulz,
             weight_decay=config.optimizer.weight_decay,
             warmup_steps=config.optimizer.warmup_steps,
-            total_steps=config.steps,
+            total_steps=config.optimizer.decay_steps,
             min_lr_ratio=config.optimizer.min_lr_ratio,
             clip_norm=config.optimizer.clip_norm,
             exact_norm=config.optimizer.exact_norm,
