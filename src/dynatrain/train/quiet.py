@@ -10,6 +10,7 @@ from dynatrain.train.extra_state import check_extra_states, hear, speaks
 from dynatrain.train.extra_state import tell as tell_extra
 from dynatrain.train.gradients import agree_untouched, take
 from dynatrain.train.install import check_carried, check_tensors, other_states, quiesce, refuse_pinned
+from dynatrain.train.live import renew_buffers
 from dynatrain.train.module_settings import settings_of
 from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
@@ -101,6 +102,7 @@ def stand_still(party: Party, world: World, target: Layout, *, inside: bool, giv
     if inside:
         take(party, world)
     quiesce(world)
+    renew_buffers(world.parts, world.found)
     check_tensors(party, world)
     if changed := other_states(world, world.catalogue):
         why = _since(world, changed)
