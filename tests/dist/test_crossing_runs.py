@@ -39,9 +39,9 @@ pytestmark = [pytest.mark.sweep, pytest.mark.timeout(300)]
 
 
 @contextmanager
-def training(place, name):
+def training(place, name, entry="paced:main", more=()):
     """A run that is being trained, slowly while its first rank 0 is there."""
-    command = [sys.executable, MAIN, "paced:main", "train", "run.toml", "--run", name]
+    command = [sys.executable, MAIN, entry, "train", "run.toml", "--run", name, *more]
     process = subprocess.Popen(
         command,
         cwd=place,

@@ -66,12 +66,16 @@ class RunWorld:
         members: by rank.
         layout: as text; the first steps of a world may not have told it yet.
         ranks_per_node: of the first world, as plans count them; None for all on one node.
+        lent: the places that are lent, for people; empty where none are.
+        parked: the step before which the state was parked; None where it is not.
     """
 
     generation: int
     members: tuple[int, ...]
     layout: str
     ranks_per_node: int | None = None
+    lent: str = ""
+    parked: int | None = None
 
     @classmethod
     def of(cls, run: RunFolder) -> "RunWorld":
@@ -83,7 +87,13 @@ class RunWorld:
             if event["kind"] == "agent_started":
                 size, nodes, since = event["world_size"], event["nodes"], event["time"]
                 each = size // nodes if nodes > 1 else None
-                found = replace(found, generation=0, members=tuple(range(size)), ranks_per_node=each)
+                found = replace(
+                    found, generation=0, members=tuple(range(size)), ranks_per_node=each, lent="", parked=None
+                )
+            elif event["kind"] == "lent":
+                found = replace(found, lent=event["places"])
+            elif event["kind"] == "parking":
+                found = replace(found, parked=event["step"] if event["parked"] else None)
             elif event["kind"] == "crossing" and event["stage"] == "done":
                 members, since = tuple(event["members"]), event["time"]
                 found = replace(found, generation=event["world"], members=members, layout=event["layout"])
@@ -100,7 +110,9 @@ class RunWorld:
     def text(self) -> str:
         """For people: members are named where they are not the ranks themselves."""
         who = "" if self.members == tuple(range(self.size)) else f": members {', '.join(map(str, self.members))}"
-        return f"{self.size} rank{'s' if self.size != 1 else ''} in world {self.generation}{who}"
+        away = f"; lent: {self.lent}" if self.lent else ""
+        away += "" if self.parked is None else f"; parked in host memory before step {self.parked}"
+        return f"{self.size} rank{'s' if self.size != 1 else ''} in world {self.generation}{who}{away}"
 
     @property
     def record(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from dynatrain.cluster.desk import Desk
 from dynatrain.cluster.heart import read_beat
+from dynatrain.cluster.lent import Loan, Spot, require_fewer, spots_text
 from dynatrain.cluster.meeting import Job, Meeting, first_world
 from dynatrain.cluster.membership import MembershipError, next_world
 from dynatrain.cluster.part import SUMMONS
@@ -48,7 +49,9 @@ class Lead:
         self._world = tuple(self._places)
         self._layout = job.layout
         self._said_layout = ""
+        self._before = job.layout  # when the crossing that is open began: rank 0 may say the next one before its end
         self._generation = 0  # the last one that a crossing had
+        self._loan = Loan()
         self._summons: Summons | None = None
         self._request = Request(id="none", verb="stop")  # of the summons
         self._number = -1  # of what was asked of the ranks
@@ -83,10 +86,16 @@ class Lead:
         ranks: list[int] = wanted.get("leave", [])
         try:
             to = int(wanted.get("size") or (parse_layout(named).world_size if named else size - len(set(ranks))))
+            if request.verb == "lend":
+                require_fewer(size, to, len(set(ranks)))
+            elif request.verb == "reclaim":
+                to, named = size + len(self._loan.spots), named or self._loan.layout_back(self._layout)
             if to != size or ranks:
                 self._request = request
                 self._enter(self._summons_to(to, named, ranks, str(wanted.get("mode", ""))))
-            elif named:
+            elif request.verb == "reclaim":
+                self._desk.answer(request, Answer(outcome="unchanged", message="nothing is lent"))
+            elif named and request.verb == "scale":
                 mode = {"mode": wanted["mode"]} if "mode" in wanted else {}
                 self._desk.publish(replace(request, verb="switch", arguments={"layout": named, **mode}))
             else:
@@ -122,13 +131,19 @@ class Lead:
 
     def _free(self, most: int) -> dict[int, list[int]]:
         """Free places of each node, at most ``most``: one rank a device, on CPUs as many as are wanted."""
-        taken = {(self._places[m].node, self._places[m].slot) for m in {*self._world, *self._living()}}
+        taken = {self._spot(member) for member in {*self._world, *self._living()}}
+        if self._request.verb == "reclaim":
+            return self._loan.alone(taken)
+        taken |= {*self._loan.spots}
         free = {}
         for node in range(self._job.place.nodes):
             there = {slot for at, slot in taken if at == node}
             last = self._meeting.devices[node] if self._meeting.device == "cuda" else len(there) + most
             free[node] = [slot for slot in range(last) if slot not in there]
         return free
+
+    def _spot(self, member: int) -> Spot:
+        return self._places[member].node, self._places[member].slot
 
     def _living(self) -> set[int]:
         return {member for status in self._peers.everyone.values() for member in status.living}
@@ -167,9 +182,10 @@ class Lead:
         """Tell everybody of a stage."""
         self._summons, self._since = summons, self._clock()
         if summons.stage == "coming":
-            self._generation = summons.generation
+            self._generation, self._before = summons.generation, self._layout
             self._places |= {one.member: one for one in summons.newcomers}
         elif summons.stage == "done":
+            self._note_loan(summons)
             self._world, self._layout = summons.new, summons.layout
         self._meeting.board.post(SUMMONS, summons.to_json())
         self._log.write(
@@ -183,6 +199,17 @@ class Lead:
             layout=summons.layout,
             reason=summons.reason,
         )
+
+    def _note_loan(self, summons: Summons) -> None:
+        """Keep places for who lent them, or have them back."""
+        if self._request.verb == "lend":
+            spots = [self._spot(member) for member in summons.leavers]
+            self._loan = self._loan.lend(spots, self._before, summons.layout)
+        elif self._request.verb == "reclaim":
+            self._loan = Loan()
+        else:
+            return
+        self._log.write("lent", id=self._request.id, places=self._loan.words(self._meeting.device))
 
     def end(self) -> None:
         """The run has ended: a crossing that is open is over with it, and whoever asked hears of that."""
@@ -202,6 +229,10 @@ class Lead:
         """
         heard = self._desk.heard(self._number) if self._number >= 0 else None
         answer = heard or Answer(outcome="aborted", message=summons.reason)
+        if self._request.verb == "lend" and answer.outcome == "done":
+            gone = [self._spot(member) for member in summons.leavers if member not in stuck]
+            free = spots_text(gone, self._meeting.device) or "none yet"
+            answer = replace(answer, message=f"{answer.message}; free, and kept until they are reclaimed: {free}")
         if stuck:
             answer = replace(answer, message=f"{answer.message}; killed and not gone: members {stuck}")
         self._desk.answer(self._request, answer)

@@ -48,7 +48,7 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
     with building(groups, layout, party.device.type), torch.device("meta") if on_meta else nullcontext():
         model, optimizer = party.build(mesh, layout)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = Several(optimizer)
+        optimizer = Several(optimizer or ())
     parts = as_parts(model)
     found = entries(parts, party.names)
     find_slots(found, party.segments, layout, party.rank)
@@ -59,7 +59,7 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
             f"build returned an optimizer over {foreign} parameter(s) that its model does not have"
         )
     forwards = Forwards()
-    for part in parts:
+    for part in parts if optimizer.param_groups else ():  # without an update to come, no forward waits for one
         part.register_forward_pre_hook(forwards)
     hooks = built_hooks(parts, optimizer)
     return World(layout, mesh, parts, optimizer, found, built_hooks=hooks, forwards=forwards, rule=party.names)

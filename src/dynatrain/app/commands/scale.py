@@ -62,9 +62,11 @@ def scale(
     return ask_for_members(folder, wanted, timeout, json=json)
 
 
-def ask_for_members(folder: RunFolder, arguments: Mapping[str, object], timeout: float, *, json: bool) -> int:
+def ask_for_members(
+    folder: RunFolder, arguments: Mapping[str, object], timeout: float, *, verb: str = "scale", json: bool
+) -> int:
     """Ask for other members and say what became of it; the exit code."""
-    request, answer = ask(folder, "scale", arguments, timeout)
+    request, answer = ask(folder, verb, arguments, timeout)
     record = certificate_for(folder, request)
     world = RunWorld.of(folder)
     if json:

@@ -26,7 +26,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
     """
     folder = find_run(run)
     mark, alive, progress = folder.agent(), folder.liveness(), Progress.of(folder)
-    last = progress.last
+    last, world = progress.last, RunWorld.of(folder)
     age = round(time.time() - last["time"], 1) if last else None
     saved = _saved(folder)
     if json:
@@ -35,7 +35,9 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
                 "run": str(folder.path),
                 "agent": alive or "none",
                 "exit": mark.exit if mark else None,
-                "world": RunWorld.of(folder).record,
+                "world": world.record,
+                "lent": world.lent,
+                "parked": world.parked,
                 "steps": progress.steps,
                 "last": last,
                 "age_seconds": age,
@@ -45,7 +47,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
             }
         )
         return 0
-    say(f"{folder.name}: {_state(mark, alive)}", f"  {RunWorld.of(folder).text}")
+    say(f"{folder.name}: {_state(mark, alive)}", f"  {world.text}")
     if last:
         say(f"  {step_text(last, progress.steps)}  ({age:,.0f} s ago)")
     if progress.validation:
