@@ -34,6 +34,7 @@ COMMANDS = {
     "reclaim": "take the lent places back",
     "park": "bring a run's state to host memory; its devices are free until it is unparked",
     "unpark": "bring a parked run's state back, and train on",
+    "join": "bring this machine to a running run, as a place for ranks",
     "save": "save a running run beside training",
     "stop": "end a running run at its next step edge, saved",
     "layout": "explain a layout, or the difference of two",

@@ -1,10 +1,11 @@
-"""Places of a run that another program has for a while. Values and rules, pure."""
+"""Places of a run that another program has for a while."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Self
 
 from dynatrain.cluster.membership import MembershipError
+from dynatrain.observe.requests import Request
 
 Spot = tuple[int, int]
 """``(node, slot)``: a place for one rank, and the device that belongs to it."""
@@ -34,42 +35,75 @@ class Loan:
         """The layout to go back to; empty where the run has been given another one since, which then counts."""
         return self.before if present == self.after else ""
 
-    def without(self, free: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-        """Free places by node, without those that are lent."""
-        return {node: [slot for slot in slots if (node, slot) not in self.spots] for node, slots in free.items()}
 
-    def alone(self, taken: Iterable[Spot]) -> dict[int, list[int]]:
-        """The lent places by node that no process of the run has any more."""
-        found: dict[int, list[int]] = {}
-        for node, slot in self.spots:
-            if (node, slot) not in taken:
-                found.setdefault(node, []).append(slot)
-        return found
-
-    def words(self, device: str) -> str:
-        """For people."""
-        return spots_text(self.spots, device)
-
-
-def spots_text(spots: Iterable[Spot], device: str) -> str:
-    """Places for people: by node and device, or by node and slot where ranks have no device of their own."""
-    name = "cuda:{}" if device == "cuda" else "slot {}"
-    return ", ".join(f"node {node} {name.format(slot)}" for node, slot in spots)
-
-
-def require_fewer(size: int, to: int, leave: int) -> None:
-    """Refuse to lend ranks that are not there to be lent.
+class Loans:
+    """The loan of a run, as the agent that leads it keeps it.
 
     Args:
-        size: ranks of the world.
-        to: that are to be left.
-        leave: how many were named.
-
-    Raises:
-        MembershipError: lending would start ranks.
+        device: ``cpu`` or ``cuda``, for words.
     """
-    if to > size - leave:
-        raise MembershipError(
-            f"{to} ranks would be left of {size} of which {leave} are lent; nearest: {size - leave}. To have more: "
-            "scale, or reclaim"
-        )
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._loan = Loan()
+        self._before = ""
+
+    @property
+    def spots(self) -> tuple[Spot, ...]:
+        """The places that are lent."""
+        return self._loan.spots
+
+    def asked(self, request: Request, sizes: tuple[int, int], named: str, present: str) -> tuple[int, str]:
+        """Size and named layout of the world that a request for other members is about.
+
+        Args:
+            request: to scale, lend or reclaim.
+            sizes: of the present world, and of the one that the request's arguments say.
+            named: layout, as text; empty for none.
+            present: layout, as text.
+
+        Raises:
+            MembershipError: lending would start ranks.
+        """
+        size, to = sizes
+        if request.verb == "reclaim":
+            return size + len(self.spots), named or self._loan.layout_back(present)
+        left = size - len(set(request.arguments.get("leave", [])))
+        if request.verb == "lend" and to > left:
+            raise MembershipError(
+                f"{to} ranks would be left of {size} of which {size - left} are lent; nearest: {left}. To have more: "
+                "scale, or reclaim"
+            )
+        return to, named
+
+    def begin(self, layout: str) -> None:
+        """A crossing begins in this layout: rank 0 may say the next one before the crossing is known to be over."""
+        self._before = layout
+
+    def settle(self, verb: str, spots: Iterable[Spot], layout: str) -> bool:
+        """The crossing that began is done; whether what is lent has changed.
+
+        Args:
+            verb: that it was asked for by.
+            spots: of those who left.
+            layout: that it led to.
+        """
+        if verb == "lend":
+            self._loan = self._loan.lend(spots, self._before, layout)
+        elif verb == "reclaim":
+            self._loan = Loan()
+        return verb in {"lend", "reclaim"}
+
+    def alone(self, taken: Iterable[Spot], nodes: Collection[int]) -> dict[int, list[int]]:
+        """The lent places by node, of these nodes, that no process of the run has any more."""
+        gone = {*taken}
+        free: dict[int, list[int]] = {}
+        for node, slot in self.spots:
+            if (node, slot) not in gone and node in nodes:
+                free.setdefault(node, []).append(slot)
+        return free
+
+    def words(self, spots: Iterable[Spot]) -> str:
+        """Places for people: by node and device, or by node and slot where ranks have no device of their own."""
+        name = "cuda:{}" if self._device == "cuda" else "slot {}"
+        return ", ".join(f"node {node} {name.format(slot)}" for node, slot in spots)

@@ -9,6 +9,7 @@ from dynatrain.train.equal import require_equal
 from dynatrain.train.extra_state import check_extra_states, hear, speaks, tell
 from dynatrain.train.gradients import agree_untouched, take
 from dynatrain.train.install import check_carried, check_tensors, other_states, quiesce, refuse_pinned
+from dynatrain.train.live import renew_buffers
 from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
 from dynatrain.train.registered import common
@@ -64,6 +65,7 @@ def stand_still(party: Party, world: World, target: Layout, *, inside: bool, giv
 def at_rest(party: Party, world: World, *, gives_up: bool) -> Pieces:
     """As :func:`stand_still`, of a world whose modules stay: whatever hangs on them stays, too."""
     quiesce(world)
+    renew_buffers(world.parts, world.found)
     check_tensors(party, world)
     if changed := other_states(world, world.catalogue):
         raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")

@@ -205,7 +205,7 @@ class Recorder:
             seconds=Seconds(**seconds),
             floor_seconds=_floor(summary, self._rates),
             peak_bytes=_peaks(blueprint, told, on_device=attempt.party.device.type != "cpu"),
-            transport=attempt.party.groups.backend,
+            transport=attempt.carried_by,
             versions={
                 "dynatrain": dynatrain.__version__,
                 "python": platform.python_version(),

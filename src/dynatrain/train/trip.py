@@ -19,6 +19,7 @@ from dynatrain.execute.exchange import Exchange
 from dynatrain.execute.host import room_for
 from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.execute.rounds import Executor
+from dynatrain.execute.transport import GroupTransport
 from dynatrain.judge.judge import judge_rank, judge_whole
 from dynatrain.layout.layout import Layout
 from dynatrain.plan.build import rank_plan, whole_plan
@@ -93,6 +94,11 @@ class Trip:
     def mended(self) -> int:
         """Copies that differed and were given copy 0's values."""
         return self.proof.mended
+
+    @property
+    def carried_by(self) -> str:
+        """What carried the moves: every piece stays with its rank."""
+        return "memory"
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -222,7 +228,7 @@ class Trip:
         assert self.blueprint is not None
         # No message leaves its rank: what the transport is asked for is to be closed where a rank fails.
         party, group = self.party, self._channel.group("check")
-        transport = party.transport(group, party.everyone)
+        transport = GroupTransport(group, party.everyone)
         moves = Exchange(plan=self.blueprint.part, catalogue=self.old.catalogue, transport=transport, pool=party.memory)
         if party.unequal_copies == "owner":
             self.proof.note(held)

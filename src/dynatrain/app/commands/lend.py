@@ -2,8 +2,9 @@
 
 from typing import Literal
 
+from dynatrain.app.ask import ask
 from dynatrain.app.cli import Run, call
-from dynatrain.app.commands.scale import ask_for_members
+from dynatrain.app.commands.scale import tell_of_members
 from dynatrain.app.handle import to_lend
 from dynatrain.app.resize import layout_of_size
 from dynatrain.app.runs import RunWorld, config_of, find_run
@@ -48,4 +49,4 @@ def lend(
     left = wanted.get("size") or world.size - len(wanted["leave"])
     new = layout_of_size(check_run(config_of(folder)), world.layout, left, layout)
     wanted |= ({"layout": new} if layout else {}) | ({} if mode == "configured" else {"mode": mode})
-    return ask_for_members(folder, wanted, timeout, verb="lend", json=json)
+    return tell_of_members(folder, *ask(folder, "lend", wanted, timeout), json=json)

@@ -2,8 +2,9 @@
 
 from typing import Literal
 
+from dynatrain.app.ask import ask
 from dynatrain.app.cli import Run, call
-from dynatrain.app.commands.scale import ask_for_members
+from dynatrain.app.commands.scale import tell_of_members
 from dynatrain.app.runs import find_run
 
 
@@ -37,4 +38,5 @@ def reclaim(
         json: print one JSON object.
     """
     wanted = ({"layout": layout} if layout else {}) | ({} if mode == "configured" else {"mode": mode})
-    return ask_for_members(find_run(run), wanted, timeout, verb="reclaim", json=json)
+    folder = find_run(run)
+    return tell_of_members(folder, *ask(folder, "reclaim", wanted, timeout), json=json)
