@@ -184,7 +184,7 @@ class Lead:
         named = str(wanted.get("layout", ""))
         ranks: list[int] = wanted.get("leave", [])
         to = int(wanted.get("size") or (parse_layout(named).world_size if named else size - len(set(ranks))))
-        to, named = self._loans.asked(request, (size, to), named, self._layout)
+        to, named = self._loans.asked(request, (size, to), named, self._layout, self._hosts.open)
         if to != size or ranks:
             self._enter(self._summons_to(to, named, ranks, str(wanted.get("mode", ""))))
         elif named and request.verb == "scale":

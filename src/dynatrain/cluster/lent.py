@@ -53,7 +53,9 @@ class Loans:
         """The places that are lent."""
         return self._loan.spots
 
-    def asked(self, request: Request, sizes: tuple[int, int], named: str, present: str) -> tuple[int, str]:
+    def asked(
+        self, request: Request, sizes: tuple[int, int], named: str, present: str, nodes: Collection[int]
+    ) -> tuple[int, str]:
         """Size and named layout of the world that a request for other members is about.
 
         Args:
@@ -61,13 +63,14 @@ class Loans:
             sizes: of the present world, and of the one that the request's arguments say.
             named: layout, as text; empty for none.
             present: layout, as text.
+            nodes: that the run has; what was lent of others went with them.
 
         Raises:
             MembershipError: lending would start ranks.
         """
         size, to = sizes
         if request.verb == "reclaim":
-            return size + len(self.spots), named or self._loan.layout_back(present)
+            return size + sum(node in nodes for node, _ in self.spots), named or self._loan.layout_back(present)
         left = size - len(set(request.arguments.get("leave", [])))
         if request.verb == "lend" and to > left:
             raise MembershipError(
