@@ -109,9 +109,14 @@ def test_a_ray_actor_holds_an_agent_and_takes_it_along_when_it_is_killed(place, 
             ray.get(actor.switch.remote("dp2"))
         assert ray.get(actor.unpark.remote()).outcome == "done"
         everything += [process for process in below(everything[0].pid) if process not in everything]
-        ray.kill(actor)
+        assert ray.get(actor.save.remote()).outcome == "done"
+        ray.kill(actor)  # Ray kills an actor's children, too: the agent is not asked, and nothing of it is left
         assert gone(everything)
-        assert run.agent().exit == 75
+        assert run.liveness() == "gone"
+        again = ray.remote(dynatrain.RunAgent).remote(str(place / "run.toml"), run=str(run.path))
+        everything = below(ray.get(again.start.remote()))
+        assert ray.get(again.end.remote()) == 75  # it goes on from what was saved, and ends saved
+        assert gone(everything)
     finally:
         ray.shutdown()
         with contextlib.suppress(ProcessLookupError):
