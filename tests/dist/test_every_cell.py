@@ -208,7 +208,13 @@ def run(world, job, tour, name, *, states=False):
         for path, module in part.named_modules()
         if isinstance(module, Scaled)
     }
-    found = Ran(books.switches, ends.found if ends else [], numbers, {k: v.clone() for k, v in sw.world.values().items()}, common)
+    found = Ran(
+        books.switches,
+        ends.found if ends else [],
+        numbers,
+        {k: v.clone() for k, v in sw.world.values().items()},
+        common,
+    )
     return sw, found
 
 
