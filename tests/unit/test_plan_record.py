@@ -113,6 +113,11 @@ def test_every_change_of_a_record_is_found(tmp_path, key):
 
 def test_another_schema_and_other_texts_are_refused():
     later = dataclasses.replace(recorded(), schema=SCHEMA + 1).to_json()
-    for text, said in ((later, f"schema {SCHEMA + 1}"), ("{}", "not a plan record"), ("[1]", "not a plan record"), ("", "not a")):
+    for text, said in (
+        (later, f"schema {SCHEMA + 1}"),
+        ("{}", "not a plan record"),
+        ("[1]", "not a plan record"),
+        ("", "not a"),
+    ):
         with pytest.raises(PlanRecordError, match=said):
             PlanRecord.from_json(text)
