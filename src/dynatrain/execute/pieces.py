@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dynatrain.execute.pages import Apart, discard, prefer_huge
+from dynatrain.execute.pages import discard, mapped_apart, prefer_huge
 from dynatrain.execute.promise import Promise
 from dynatrain.plan.plan import Granule
 from dynatrain.space.box import Box, shape_of
@@ -91,7 +91,6 @@ class Pool:
         self.held = 0
         self.peak = 0
         self._poison = poison
-        self._apart = Apart()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, storage_bytes: int = 0) -> torch.Tensor:
         """A contiguous tensor at the start of a storage of its own.
@@ -107,9 +106,8 @@ class Pool:
             PromiseError: the jobs of this process would hold more than was promised.
         """
         nbytes = max(storage_bytes, torch.Size(shape).numel() * dtype.itemsize)
-        with self._counted(nbytes):
-            on_host = self.device.type == "cpu"
-            storage = self._apart.make(nbytes) if on_host else torch.UntypedStorage(nbytes, device=self.device)
+        with self._counted(nbytes), mapped_apart():
+            storage = torch.UntypedStorage(nbytes, device=self.device)
         tensor = torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, shape)
         self._prepare(tensor)
         return tensor
@@ -142,11 +140,8 @@ class Pool:
         """Give a piece that was given back its memory again, visible to all its aliases; its content is undefined."""
         if piece.storage.nbytes() == piece.nbytes:
             return
-        with self._counted(piece.nbytes):
-            if self.device.type == "cpu":
-                self._apart.restore(piece.storage, piece.nbytes)
-            else:
-                piece.storage.resize_(piece.nbytes)
+        with self._counted(piece.nbytes), mapped_apart():
+            piece.storage.resize_(piece.nbytes)
         self._prepare(piece.tensor)
 
     @contextmanager
