@@ -20,7 +20,8 @@ from tests.dist.foreign import (
     whole,
 )
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
@@ -74,6 +75,20 @@ def split_by_hand(net, mesh):
     value = DTensor.from_local(local, mesh["fsdp"], [Shard(0)], run_check=False, shape=(10, 2), stride=(2, 1))
     net.extra = nn.Module()
     net.extra.odd = nn.Parameter(value)
+
+
+def pack(net, mesh):
+    """Gate and up in one, as packed linear layers have them."""
+    net.gate_up = nn.Linear(4, 8, bias=False)
+    cut = distribute_tensor(net.gate_up.weight.detach(), mesh["tp"], [_StridedShard(0, split_factor=2)])
+    net.gate_up.weight = nn.Parameter(cut)
+
+
+def cut_from_the_left(net, mesh):
+    """Cut by fsdp first, then tp: FSDP2 cuts what tp has left."""
+    net.extra = nn.Linear(4, 8, bias=False)
+    cut = distribute_tensor(net.extra.weight.detach(), mesh["fsdp", "tp"], [Shard(0), Shard(0)])
+    net.extra.weight = nn.Parameter(cut)
 
 
 def share_memory(net, _mesh):
@@ -134,6 +149,10 @@ AT_START = {
         {"build": with_net(split_by_hand)},
         ["extra.odd: rank", "(10, 2)", "its box is", "ceil-sized"],
     ),
+    "a packed shard": (
+        {"build": with_net(pack), "layout": "tp2"},
+        ["gate_up.weight: tp cuts 2 strips of dim 0", "segments"],
+    ),
     "no master": ({"build": build_short}, ["out.weight (torch.bfloat16)", "AdamW keeps no master", "float32"]),
     "one memory for two": ({"build": with_net(share_memory)}, ["one", "other", "shares its storage"]),
     "a parameter's hook": ({"build": with_net(hook_a_parameter)}, ["<lambda>", "parameter out.bias", "module hook"]),
@@ -187,6 +206,14 @@ def test_what_cannot_be_switched_is_refused_at_the_start_by_name():
         assert missing(said) == {}
         assert "'thing' cannot be a label" in said["a label twice"]
         assert "1 data ranks" in said["a request"]
+
+
+def test_a_tensor_that_fsdp_cuts_before_tp_is_refused_though_its_parts_have_the_right_shape():
+    def work(world):
+        return refusal(lambda: switcher(world, with_net(cut_from_the_left), "fsdp2.tp2"))
+
+    for said in everywhere(4, work):
+        assert "extra.weight: fsdp cuts dim 0 before tp does" in said
 
 
 def test_what_one_rank_alone_refuses_ends_the_start_on_all_of_them_at_once_and_names_it():

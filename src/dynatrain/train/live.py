@@ -5,6 +5,7 @@ box itself comes from our own formula. Placements' arithmetic is wrong for uneve
 and a local shape that is not what the formula says is refused by name.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -148,6 +149,40 @@ def cuts_of(value: torch.Tensor) -> tuple[tuple[str, int], ...]:
     return tuple(sharded[name] for name in CUT_ORDER if name in sharded)
 
 
+def disordered(value: torch.Tensor) -> str:
+    """Why the part of ``value`` that a rank holds is not its box, of a sharding that names the right axes; else empty.
+
+    Placements are read from the left; a split factor says into how many strips a dim was cut before. That is by the
+    axes to the right that come first here, as FSDP2 has it. More strips are several tensors packed in one; fewer, a
+    tensor that FSDP2 has not cut, where fsdp came first.
+    """
+    if not isinstance(value, DTensor):
+        return ""
+    mesh = value.device_mesh
+    names = [name_of(axis) for axis in mesh.mesh_dim_names or ()]
+    cutting = [n for n, placed in enumerate(value.placements) if mesh.size(n) > 1 and not placed.is_replicate()]
+    for n in cutting:
+        dim, strips = value.placements[n].dim, getattr(value.placements[n], "split_factor", 1)
+        before = [
+            other
+            for other in cutting
+            if other > n
+            and value.placements[other].dim == dim
+            and CUT_ORDER.index(names[other]) < CUT_ORDER.index(names[n])
+        ]
+        if strips > (known := math.prod(mesh.size(other) for other in before)):
+            return (
+                f"{names[n]} cuts {strips} strips of dim {dim}, so a rank holds a part of each; name the tensors that "
+                "are packed in it: Switcher(segments=...)"
+            )
+        if strips != known:
+            return (
+                f"{names[n]} cuts dim {dim} before {', '.join(names[other] for other in before)} does; cut it as "
+                f"fully_shard would, in the order {', '.join(CUT_ORDER)}"
+            )
+    return ""
+
+
 def describe(
     found: Mapping[str, Entry], states: Mapping[str, tuple[State, ...]], layout: Layout, rank: int
 ) -> tuple[Described, ...]:
@@ -170,6 +205,8 @@ def describe(
                 f"{name}: rank {rank} holds {local} of {item.shape}, but under {layout.axes} with cuts {cuts} "
                 f"its box is {box}; shard it as torch does (ceil-sized chunks)"
             )
+        elif not entry.slots and (wrong := disordered(entry.value)):
+            problems.append(f"{name}: {wrong}")
         problems += check_states(name, entry.slots, states[name])
         described += [
             replace(item, name=slot.name, shape=slot.shape, spans=slot.spans, along=slot.along, within=slot.within)
