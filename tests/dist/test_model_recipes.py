@@ -71,5 +71,15 @@ def test_what_a_rank_drops_is_the_same_whether_its_layout_changes_or_not(tmp_pat
         torch.testing.assert_close(two[key], value, rtol=0, atol=1e-12)
 
 
-def test_a_vision_transformer_trains_through_switches_as_one_process():
-    compare(trained(2, "vit"), trained(1, "vit", layout="dp1", switches=()), ["fsdp2", "tp2"])
+@pytest.mark.parametrize(
+    ("recipe", "layouts"),
+    [
+        ("your_model", ["fsdp2", "tp2", "dp2"]),
+        pytest.param("vit", ["fsdp2", "tp2"], marks=pytest.mark.sweep),
+        ("megatron_style", ["dp2", "tp2"]),
+        ("titan_style", ["fsdp4", "pp2.fsdp2", "fsdp2.tp2", "pp2.tp2"]),
+    ],
+)
+def test_a_recipe_trains_through_switches_as_one_process(recipe, layouts):
+    ranks_needed = 4 if layouts[0].endswith("4") else 2
+    compare(trained(ranks_needed, recipe), trained(1, recipe, layout="dp1", switches=()), layouts)
