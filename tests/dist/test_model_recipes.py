@@ -71,6 +71,16 @@ def test_what_a_rank_drops_is_the_same_whether_its_layout_changes_or_not(tmp_pat
         torch.testing.assert_close(two[key], value, rtol=0, atol=1e-12)
 
 
+def test_hugging_faces_trainer_trains_the_same_whether_its_layout_changes_or_not():
+    pytest.importorskip("accelerate", reason="Trainer needs it: pip install accelerate")
+    switched, plain = trained(2, "hf_trainer"), trained(2, "hf_trainer", switches=())
+    assert [layout for layout, _ in switched] == [*3 * ["fsdp2"], *3 * ["dp2"], *3 * ["fsdp2"], "end"]
+    # It logs in single precision; what it has trained is compared in double.
+    assert [loss for _, loss in switched] == pytest.approx([loss for _, loss in plain], rel=0, abs=1e-6)
+    assert switched[-1][1] == pytest.approx(plain[-1][1], rel=1e-12)
+    assert plain[-2][1] < 0.9 * plain[0][1]
+
+
 @pytest.mark.parametrize(
     ("recipe", "layouts"),
     [
