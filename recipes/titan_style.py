@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-STEPS, BATCH, LENGTH, VOCAB, WIDTH, HEADS, LAYERS, MICRO_BATCHES = 8, 8, 6, 32, 16, 4, 4, 2
+STEPS, BATCH, LENGTH, VOCAB, WIDTH, HEADS, LAYERS, MICRO_BATCHES = 12, 8, 6, 32, 16, 4, 4, 2
 
 
 class Block(nn.Module):
@@ -123,7 +123,7 @@ def forward_backward(sw, schedule, inputs, targets):
     return torch.stack(losses).sum().detach() if last else torch.zeros((), dtype=torch.float64)
 
 
-def main(layout="fsdp4", switches=((2, "pp2.fsdp2"), (4, "fsdp2.tp2"), (6, "pp2.tp2"))):
+def main(layout="fsdp4", switches=((3, "pp2.fsdp2"), (6, "fsdp2.tp2"), (9, "pp2.tp2"))):
     dist.init_process_group()
     torch.manual_seed(0)
     sw = Switcher(build, layout=layout, schedule=dict(switches), data_parallel="free")
