@@ -263,6 +263,9 @@ def test_what_one_rank_alone_refuses_ends_the_start_on_all_of_them_at_once_and_n
     def one_memory(net, mesh):
         if dist.get_rank() == 1:
             share_memory(net, mesh)
+        else:  # the same tensors, each with memory of its own
+            net.register_buffer("one", torch.zeros(3))
+            net.register_buffer("other", torch.zeros(3))
 
     (first, took), (second, _) = everywhere(2, work)
     assert first == second
