@@ -48,7 +48,9 @@ def weights(folder, kind):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("llama", LlamaForCausalLM), ("qwen3_moe", Qwen3MoeForCausalLM)], ids=["llama", "qwen3_moe"]
+    ("name", "kind"),
+    [("llama", LlamaForCausalLM), pytest.param("qwen3_moe", Qwen3MoeForCausalLM, marks=pytest.mark.sweep)],
+    ids=["llama", "qwen3_moe"],
 )
 def test_a_model_of_transformers_trains_through_its_own_tp_plan_as_one_process(tmp_path, name, kind):
     """Gradient checkpointing and tied embeddings; experts with gate and up in one."""
@@ -61,6 +63,7 @@ def test_a_model_of_transformers_trains_through_its_own_tp_plan_as_one_process(t
         torch.testing.assert_close(two[key], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.sweep
 def test_what_a_rank_drops_is_the_same_whether_its_layout_changes_or_not(tmp_path):
     """GPT-2 with ``nn.Dropout``, whose streams go on; saved under dp."""
     switched = trained(2, "hf_models", "gpt2", switches=((3, "dp2"),), folder=str(tmp_path / "switched"))
@@ -71,6 +74,7 @@ def test_what_a_rank_drops_is_the_same_whether_its_layout_changes_or_not(tmp_pat
         torch.testing.assert_close(two[key], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.sweep
 def test_hugging_faces_trainer_trains_the_same_whether_its_layout_changes_or_not():
     pytest.importorskip("accelerate", reason="Trainer needs it: pip install accelerate")
     switched, plain = trained(2, "hf_trainer"), trained(2, "hf_trainer", switches=())
