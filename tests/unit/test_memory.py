@@ -18,19 +18,26 @@ def pair():
     return [MemoryTransport(LocalTransport(hub, rank), {1 - rank: os.getpid()}) for rank in range(2)]
 
 
-def test_a_source_is_in_use_until_the_other_end_has_read_it():
+def test_a_source_is_in_use_until_the_other_end_has_read_it(monkeypatch):
     one, other = pair()
     source, target = torch.arange(60, dtype=torch.float64).view(6, 10), torch.zeros(10, 12, dtype=torch.float64)
     sent = one.post([Message(1, source[1:5, 2:7])], [])
     arriving = other.post([], [Message(0, target[:4, 5:10])])
+    released = []
+
+    def late(*given):
+        with pytest.raises(TimeoutError):
+            released.append(done.result(0.2))
+        attach.read(*given)
+
+    monkeypatch.setattr(memory, "read", late)
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(sent.wait, 20)
-        with pytest.raises(TimeoutError):
-            done.result(0.2)
         assert target.sum() == 0
         source += 1
         arriving.wait(20)
         done.result(20)
+    assert released == []
     assert target[:4, 5:10].equal(source[1:5, 2:7])
     assert target.sum() == source[1:5, 2:7].sum()
 
