@@ -70,12 +70,12 @@ class Switcher(Handles):
     Args:
         build: see :data:`dynatrain.train.world.Build`.
         layout: first layout, as text; its product is the world size.
-        state: what else belongs to the job, by label: objects with ``state_dict`` and ``load_state_dict``, and
-            factories ``optimizer -> scheduler`` for what hangs on an optimizer.
-        initial: where the first build is on meta; None where the first ``build`` makes real tensors.
+        state: what else belongs to the job: objects with ``state_dict``, and factories ``optimizer -> scheduler``.
+        initial: fills a first build on meta; None where the first ``build`` makes real tensors.
         names: rule of canonical names; needed where one tensor has different paths in different parts.
         segments: fused modules, see :data:`dynatrain.train.segments.Fused`.
         padded: ``{module or parameter: real rows}`` of tensors whose dim 0 ``build`` pads, in each layout as it likes.
+        sharded: ``{module or parameter: dim}`` of plain tensors that ``build`` makes as this tp rank's equal part.
         mode: ``keep``, ``tight``, or ``auto`` (keep where it fits).
         deadline: seconds that each phase of a switch may take.
         budget: bytes above max(old, new) in ``tight``; 0 for the least that suffices.
@@ -89,8 +89,7 @@ class Switcher(Handles):
             for its crossing, makes the default group and a world in the layout to come, its values blank where there
             is ``initial``; its first :meth:`steps` takes part in the crossing.
         recorder: writes events and certificates; None writes nothing.
-        legal: ``legal(text, world_size)`` reads a layout's text for a world of so many ranks, and refuses what the
-            model does not allow; None checks the world size alone.
+        legal: ``legal(text, world_size)`` reads a layout's text, or refuses it; None checks the world size alone.
         device: where state lies; by default this process's CUDA device where the default group is NCCL's, else the CPU.
         memory: where its memory comes from; made where it is None.
         name: of one job of several in this process (an actor, a critic, a reference), each a ``Switcher`` of its own;
@@ -99,7 +98,7 @@ class Switcher(Handles):
         data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; with
             ``fixed``, a loop in which FSDP2 averages gradients keeps its number of data ranks.
         saves: where and when the job is saved; None for never.
-        save_at_stop: a job that is saved is also saved when it is stopped.
+        save_at_stop: also when it is stopped.
         on_saved: told of every save that has ended, well or not.
         switches_before: how many the run has had before; the next one's number counts from there.
         **more: further attributes of :class:`dynatrain.train.party.Party`.
@@ -124,6 +123,7 @@ class Switcher(Handles):
         names: NameRule = strip_wrappers,
         segments: Fused | None = None,
         padded: Mapping[str, int] | None = None,
+        sharded: Mapping[str, int] | None = None,
         mode: str = "auto",
         deadline: float = 60.0,
         budget: int = 0,
@@ -154,7 +154,7 @@ class Switcher(Handles):
             promise=promise,
             build=build,
             names=names,
-            segments=Segments(segments or {}, padded or {}),
+            segments=Segments(segments or {}, padded or {}, sharded or {}),
             deadline=deadline,
             budget=budget,
             unequal_copies=unequal_copies,
