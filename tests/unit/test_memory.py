@@ -8,7 +8,7 @@ import torch
 from tests.doubles import Hub, LocalTransport
 
 from dynatrain.execute import attach, memory
-from dynatrain.execute.memory import MemoryTransport, neighbours
+from dynatrain.execute.memory import MemoryTransport, Nearest, neighbours
 from dynatrain.execute.transport import Message, TransportError
 
 
@@ -87,3 +87,21 @@ def test_ranks_are_near_only_where_both_have_read_what_the_other_holds(monkeypat
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda rank: neighbours(lines[rank], [1 - rank], 20), range(2)))
     assert found == ([{1: os.getpid()}, {0: os.getpid()}] if wrong == "nothing" else [{}, {}])
+
+
+def test_what_was_found_out_of_a_group_is_asked_once(monkeypatch):
+    """Else whoever is late for a second switch over it would keep the others waiting."""
+
+    class Group:
+        def name(self):
+            return "gloo"
+
+        def rank(self):
+            return 1
+
+    asked = []
+    monkeypatch.setattr(memory, "neighbours", lambda _wire, peers, _seconds: asked.append(peers) or {7: 1})
+    nearest, one, other = Nearest(), Group(), Group()
+    names = [nearest(group, [7, 3, 5]).name for group in (one, one, other, one)]
+    assert asked == [[7, 5], [7, 5]]
+    assert names == ["memory, gloo"] * 4

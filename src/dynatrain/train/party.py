@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dynatrain.cluster.board import Board
 from dynatrain.cluster.worlds import Worlds
-from dynatrain.execute.memory import nearest
+from dynatrain.execute.memory import Nearest
 from dynatrain.execute.pieces import Pool
 from dynatrain.execute.transport import Transport
 from dynatrain.models.names import NameRule
@@ -89,7 +89,7 @@ class Party:
     round_bytes: int = ROUND_BYTES
     unequal_copies: Literal["refuse", "owner"] = "refuse"
     ranks_per_node: int | None = None
-    transport: Callable[[dist.ProcessGroup, range], Transport] = nearest
+    transport: Callable[[dist.ProcessGroup, range], Transport] = field(default_factory=Nearest)
     early: bool = False
     hook: Hook = field(default=_quiet)
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
