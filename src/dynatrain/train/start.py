@@ -75,6 +75,10 @@ class Start:
             self._board.post(STARVED, found[1])  # newcomers know the edge that was agreed on, and wait for it
         return Go(edge=-1, reason=found[1])
 
+    def give_up(self, reason: str) -> Go:
+        """Propose not to begin; what stands: the ranks may have decided before."""
+        return self._board.give_up(self._number, reason)
+
     def done(self) -> None:
         """This rank knows where to begin, and looks no more."""
         if self._crossing is None:  # else a newcomer may look later; the keys go with the crossing's board
