@@ -102,6 +102,7 @@ class Agent:
             patience=job.liveness_seconds,
             pause=interrupts.wait,
             logs=job.run.logs,
+            survives=job.survives,
         )
         self._next_tick = 0.0
         self._stop_code = 0  # 130 or 143 once the agent was asked to end
@@ -176,8 +177,11 @@ class Agent:
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._tick()
+        fallen = len(self._vitals.fallen)
         if failure := self._vitals.failure(now, stopping=bool(self._stop_code)):
             raise RunFailedError(failure)
+        if len(self._vitals.fallen) > fallen:
+            self._tick()
         over = self._vitals.over()
         if self._stop_code:
             over = over or now > self._stop_end or len(self._interrupts.received) > 1
@@ -199,6 +203,7 @@ class Agent:
                 living=self._ranks.living,
                 heard=self._part.heard,
                 lost=self._part.lost,
+                fallen=tuple(self._vitals.fallen.items()),
             )
         )
         if self._job.place.node == 0:

@@ -44,6 +44,7 @@ def run_agent(
     leave_seconds: float = LEAVE_SECONDS,
     layout: str = "",
     resize: Resize | None = None,
+    survives: bool = False,
     take_over: bool = False,
     asked: AbstractContextManager[None] | None = None,
     announce: Callable[[str], None] = announce_on_stderr,
@@ -64,6 +65,7 @@ def run_agent(
         leave_seconds: time for ranks that have left the world to end by themselves; then they are killed.
         layout: of the ranks, as text.
         resize: see :class:`~dynatrain.cluster.meeting.Job`; None where ranks do not come and go.
+        survives: whether ``entry`` goes on without members that are lost; else a loss ends the run.
         take_over: as in :meth:`~dynatrain.observe.run.RunFolder.claim`.
         asked: entered as soon as the run is claimed, left when it has ended, with the error where it could not begin.
         announce: takes lines for people.
@@ -111,6 +113,7 @@ def run_agent(
                 grace_seconds=grace_seconds,
                 leave_seconds=leave_seconds,
                 announce=announce,
+                survives=survives,
             )
             code = drive(job, spawner, interrupts)
     except ValueError:

@@ -4,17 +4,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from dynatrain.cluster.alarm import put_up
 from dynatrain.cluster.desk import Desk
 from dynatrain.cluster.heart import read_beat
-from dynatrain.cluster.meeting import Job, Meeting, first_world
+from dynatrain.cluster.lost import aftermath
+from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, first_world
 from dynatrain.cluster.membership import MembershipError, next_world
 from dynatrain.cluster.part import SUMMONS
 from dynatrain.cluster.peers import Peers
 from dynatrain.cluster.summons import Newcomer, Sight, Summons, advance, is_over
-from dynatrain.cluster.worlds import crossing_board
+from dynatrain.cluster.worlds import COMMIT, crossing_board
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.log import Log
 from dynatrain.observe.requests import Answer, Request
+
+
+MEND_SECONDS = 300.0
+"""For what is left of a world to go on after a loss, files read from a slow disk included."""
 
 
 class Lead:
@@ -50,6 +56,7 @@ class Lead:
         self._said_layout = ""
         self._generation = 0  # the last one that a crossing had
         self._summons: Summons | None = None
+        self._gone: dict[int, str] = {}  # members that are lost, ever, and what has become of each
         self._request = Request(id="none", verb="stop")  # of the summons
         self._number = -1  # of what was asked of the ranks
         self._since = 0.0
@@ -61,6 +68,8 @@ class Lead:
             stopping: the run was asked to stop: no crossing begins, one that has not begun is given up.
         """
         self._look_at_layout()
+        if self._job.survives and not stopping and (lost := self._lost()):
+            self._lose(lost)
         if self._summons is not None:
             self._follow(self._summons, stopping=stopping)
         elif not stopping and (request := self._desk.next_scale()) is not None:
@@ -75,6 +84,52 @@ class Lead:
         said = read_beat(self._meeting.board, self._world[0]).layout
         if said and said != self._said_layout:
             self._said_layout = self._layout = said
+
+    def _lost(self) -> dict[int, str]:
+        """Members that are lost and not mourned yet, and what has become of each."""
+        for node, why in self._peers.silent(self._job.liveness_seconds).items():
+            self._peers.give_up(node)
+            self._gone |= {member: why for member, one in self._places.items() if one.node == node}
+        for status in self._peers.everyone.values():
+            self._gone |= dict(status.fallen)
+        known = self._summons.lost if self._summons is not None else ()
+        return {member: why for member, why in self._gone.items() if member in self._world and member not in known}
+
+    def _lose(self, lost: dict[int, str]) -> None:
+        """Summon who is left.
+
+        Raises:
+            RunFailedError: nobody can go on.
+        """
+        if self._summons is not None:
+            self._cut_short(self._summons, "; ".join(lost.values()))
+        if not {*self._world} & {*lost}:
+            return  # it had left, or not come
+        if early := [member for member in self._world if not read_beat(self._meeting.board, member).layout]:
+            raise RunFailedError(f"{'; '.join(lost.values())}; members {early} had not made a step yet")
+        try:
+            summons = aftermath(
+                self._world,
+                {member: self._gone[member] for member in self._world if member in self._gone},
+                generation=self._generation + 1,
+                layout=lambda size: self._job.resize(self._layout, size, ""),
+            )
+        except ValueError as error:
+            raise RunFailedError(str(error)) from error
+        self._request, self._number = Request(id=f"loss-{summons.generation}", verb="stop"), -1
+        self._generation = summons.generation
+        put_up(self._meeting.run, summons)
+        self._enter(summons)
+        self._job.announce(f"{summons.why}. Going on with {len(summons.new)} ranks in {summons.layout}.")
+
+    def _cut_short(self, summons: Summons, why: str) -> None:
+        """A crossing into which a loss has fallen: whether it stands is decided now, if it was not before."""
+        board = crossing_board(self._meeting.run, summons.generation, summons.holders)
+        board.give_up(summons.generation, why)
+        committed = "abort" not in board.decide(COMMIT, {"abort": why})
+        if summons.stage in {"coming", "asked"}:
+            self._enter(summons.at("done") if committed else summons.at("undone", why))
+        self._settle(summons)
 
     def _begin(self, request: Request) -> None:
         """Summon who is to come, or answer at once."""
@@ -142,7 +197,9 @@ class Lead:
         following = advance(summons, sight)
         if following != summons:
             self._enter(following)
-        elif summons.stage == "asked" and self._number < 0 and set(sight.heard.values()) == {summons.mark}:
+        elif summons.lost and summons.stage == "asked" and sight.waited > MEND_SECONDS:
+            raise RunFailedError(f"{summons.why}; the others have not gone on within {MEND_SECONDS:g} s")
+        elif summons.stage == "asked" and not sight.published and set(sight.heard.values()) == {summons.mark}:
             self._number = self._desk.ask(self._request, summons.arguments)
         elif is_over(summons, sight, self._job.leave_seconds):
             self._settle(summons, stuck=sorted(set(summons.going) & set(sight.living)))
@@ -159,9 +216,18 @@ class Lead:
             living=self._living(),
             heard={node: status.heard for node, status in statuses.items()},
             stopping=stopping,
-            published=self._number >= 0,
-            answer=self._desk.heard(self._number) if self._number >= 0 else None,
+            published=self._number >= 0 or bool(summons.lost),
+            answer=self._answer(summons),
         )
+
+    def _answer(self, summons: Summons) -> Answer | None:
+        """What has become of a crossing; None while that is open. Of a loss nobody was asked."""
+        if not summons.lost:
+            return self._desk.heard(self._number) if self._number >= 0 else None
+        found = crossing_board(self._meeting.run, summons.generation, summons.holders).decided(COMMIT)
+        if found is None:
+            return None
+        return Answer(outcome="aborted" if "abort" in found else "done", message=found.get("abort", ""))
 
     def _enter(self, summons: Summons) -> None:
         """Tell everybody of a stage."""
@@ -181,12 +247,13 @@ class Lead:
             newcomers=list(summons.coming),
             leavers=list(summons.leavers),
             layout=summons.layout,
-            reason=summons.reason,
+            reason=summons.reason or summons.why,
+            lost=list(summons.lost),
         )
 
     def end(self) -> None:
         """The run has ended: a crossing that is open is over with it, and whoever asked hears of that."""
-        if self._summons is None:
+        if self._summons is None or self._summons.lost:
             return
         sight = replace(self._sight(self._summons, stopping=True), living=())
         if (following := advance(self._summons, sight)) != self._summons:
@@ -199,7 +266,15 @@ class Lead:
         Args:
             summons: as it has come out.
             stuck: members that were killed and are not gone.
+
+        Raises:
+            RunFailedError: what was left after a loss could not go on.
         """
+        if summons.lost:
+            self._summons = None
+            if summons.stage == "undone":
+                raise RunFailedError(f"{summons.why}; and the run cannot go on: {summons.reason}")
+            return
         heard = self._desk.heard(self._number) if self._number >= 0 else None
         answer = heard or Answer(outcome="aborted", message=summons.reason)
         if stuck:

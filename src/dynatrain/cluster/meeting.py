@@ -44,6 +44,7 @@ class Job:
         leave_seconds: time for ranks that have left the world to end by themselves.
         announce: takes lines for people.
         lease: on the run; None on other nodes than 0.
+        survives: whether ranks go on, by themselves, without members that are lost.
     """
 
     run: RunFolder
@@ -58,6 +59,7 @@ class Job:
     leave_seconds: float
     announce: Callable[[str], None]
     lease: Lease | None = None
+    survives: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

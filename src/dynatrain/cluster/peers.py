@@ -23,6 +23,7 @@ class Status:
         living: members whose processes live on its node.
         heard: the crossing and the stage that it has acted on (``Summons.mark``).
         lost: newcomers of its node that cannot take part, in words.
+        fallen: ``(member, what has become of it)`` of members of the world that are gone from its node.
     """
 
     number: int = 0
@@ -33,6 +34,7 @@ class Status:
     living: tuple[int, ...] = ()
     heard: str = ""
     lost: str = ""
+    fallen: tuple[tuple[int, str], ...] = ()
 
 
 class Peers:
@@ -54,6 +56,7 @@ class Peers:
         self.said = Status()
         self._seen = {n: Status() for n in range(place.nodes) if n != place.node}
         self._changed = dict.fromkeys(self._seen, clock())
+        self._given_up: set[int] = set()
 
     def say(self, status: Status) -> None:
         """Tell the others how this agent is; its number is set here."""
@@ -63,8 +66,10 @@ class Peers:
 
     @property
     def everyone(self) -> dict[int, Status]:
-        """What all agents have said last, by node."""
-        return {self._node: self.said, **self._seen}
+        """What all agents have said last, by node, without those that were given up."""
+        return {
+            node: said for node, said in {self._node: self.said, **self._seen}.items() if node not in self._given_up
+        }
 
     def look(self) -> None:
         """Read what the others say."""
@@ -79,19 +84,31 @@ class Peers:
         """``(node, signal)`` of an agent that was asked to end; ``(-1, 0)`` where none was."""
         return next(((n, s.signal) for n, s in self._seen.items() if s.state == "stopping"), (-1, 0))
 
-    def failure(self, patience: float) -> str:
+    def failure(self, patience: float, *, survives: bool = False) -> str:
         """Why the run cannot go on, as far as the others are concerned; empty where it can.
 
         Args:
             patience: seconds of silence after which an agent counts as lost.
+            survives: whether it goes on without a node, other than 0, whose agent is lost.
         """
         for node, status in self._seen.items():
-            if status.state == "failed":
+            if status.state == "failed" and node not in self._given_up:
                 return f"node {node} failed: {status.reason}"
-            quiet = self._clock() - self._changed[node]
-            if status.state != "done" and quiet > patience:
-                return f"the agent of node {node} is silent for {quiet:.1f} s"
-        return ""
+        silent = self.silent(patience)
+        return silent.get(0, "") if survives else next(iter(silent.values()), "")
+
+    def silent(self, patience: float) -> dict[int, str]:
+        """The nodes whose agents are silent for longer than ``patience`` seconds, and what to say of each."""
+        quiet = {node: self._clock() - self._changed[node] for node in self._seen.keys() - self._given_up}
+        return {
+            node: f"the agent of node {node} is silent for {seconds:.1f} s"
+            for node, seconds in sorted(quiet.items())
+            if self._seen[node].state != "done" and seconds > patience
+        }
+
+    def give_up(self, node: int) -> None:
+        """The run goes on without that node, whatever its agent says from now on."""
+        self._given_up.add(node)
 
     def any_done(self) -> bool:
         """Whether all ranks of some other node have ended well."""
@@ -105,4 +122,5 @@ class Peers:
 
 def _read(text: str) -> Status:
     found = json.loads(text)
-    return Status(**{**found, "living": tuple(found["living"])})
+    fallen = tuple((member, why) for member, why in found["fallen"])
+    return Status(**{**found, "living": tuple(found["living"]), "fallen": fallen})

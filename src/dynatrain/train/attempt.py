@@ -100,6 +100,8 @@ class Attempt(Preparation):
             self._old_pieces = stand_still(
                 self.party, self.old, self.target, inside=bool(self.order.after), gives_up=self._tight
             )
+            if self.loss is not None:
+                self._proved.stand_in(self.loss, self._old_pieces, {})
             facts = facts_of(self.way, self.old, self.new)
             if self._compares_first:
                 self._proved.note(self._old_pieces)

@@ -15,7 +15,7 @@ from dynatrain.execute.exchange import Exchange
 from dynatrain.execute.pages import touch
 from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.layout.layout import Layout
-from dynatrain.plan.plan import Granule, Schedule
+from dynatrain.plan.plan import Granule, Loss, Schedule
 from dynatrain.space.ownership import Ownership
 from dynatrain.train.agreement import SwitchAbortedError, objection_of, words_of
 from dynatrain.train.blueprint import Blueprint, draw
@@ -52,6 +52,7 @@ class Preparation:
         blueprint: the judged plan.
         problem: why this rank cannot begin; empty while it can.
         began: when it was started, in seconds of the monotonic clock.
+        loss: of old ranks, and what is left; None where all are there.
     """
 
     way: Passage
@@ -62,6 +63,7 @@ class Preparation:
     blueprint: Blueprint | None = None
     problem: str = ""
     began: float = 0.0
+    loss: Loss | None = None
     _channel: Channel = field(init=False)
     _saved: Saved = field(init=False)
     _given_up: bool = False
@@ -74,7 +76,10 @@ class Preparation:
     _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
-        self._channel = Channel(self.way.party, self.order.number, self.way.groups)
+        number = self.order.number
+        # A crossing has a board of its own, where whoever leads the agents has to find its questions.
+        topic = "crossing" if self.way.crossing is not None else f"s{number}"
+        self._channel = Channel(self.way.party, number, self.way.groups, topic)
 
     @property
     def party(self) -> Party:
@@ -133,9 +138,16 @@ class Preparation:
         self.new.catalogue, self.new.ownership = self.old.catalogue, ownership
         topic, whole = f"s{self.order.number}/plan", self.way.keeps_books
         over = self.way.crossing.over if self.way.crossing else ()
-        self.blueprint = draw(self.party, self.order.mode, self.old, self.new, topic, members=over, whole=whole)
+        self.blueprint = draw(
+            self.party, self.order.mode, self.old, self.new, topic, members=over, whole=whole, loss=self.loss
+        )
         assert self.old.ownership is not None
-        self._proof = Proof(catalogue=self.old.catalogue, old=self.old.ownership, new=ownership, rank=self.party.rank)
+        self._proof = Proof(
+            catalogue=self.old.catalogue,
+            old=self.old.ownership,
+            new=ownership,
+            rank=self.party.rank,
+        )
 
     def _describe(self) -> list[Any] | None:
         """What this rank tells of the new world, which it makes where it has none yet; None of a leaver.

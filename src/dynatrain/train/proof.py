@@ -1,6 +1,7 @@
 """Whether a switch changed a bit: digests of the old world and of the new one, compared by all ranks together."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from dynatrain.execute.census import (
 )
 from dynatrain.execute.locate import Side, first_unlike
 from dynatrain.execute.pieces import Pieces
-from dynatrain.plan.plan import Granule
+from dynatrain.plan.keepers import cells
+from dynatrain.plan.left import Left
+from dynatrain.plan.plan import Granule, Loss
 from dynatrain.space.box import whole
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue
@@ -34,6 +37,8 @@ class Proof:
         old: ownership before.
         new: ownership after.
         rank: this rank.
+        lost: pieces of ranks that are lost, for which this one answers; see :func:`in_place_of_lost`.
+        counts: whether this rank's own pieces are those of the step; after a loss they may not be.
         before: this rank's share of the digests of the old pieces; None until :meth:`note`.
         mended: copies that differed before, and were given the values of copy 0.
         report: the verdict, equal on all ranks; None until :meth:`judge`.
@@ -44,6 +49,8 @@ class Proof:
     old: Ownership
     new: Ownership
     rank: int
+    lost: dict[int, Pieces] = field(default_factory=dict)
+    counts: bool = True
     before: torch.Tensor | None = None
     mended: int = 0
     report: DigestReport | None = None
@@ -52,7 +59,8 @@ class Proof:
     def note(self, pieces: Pieces) -> None:
         """Digest the old pieces, once; the next calls change nothing."""
         if self.before is None:
-            self.before = digest_vector(pieces, self.catalogue, self.old, self.new, self.rank, self._go_on)
+            own = pieces if self.counts else {}
+            self.before = digest_vector(own, self.catalogue, self.old, self.new, self.rank, self._go_on, self.lost)
 
     def restored(self, pieces: Pieces) -> bool:
         """Whether the old pieces have the digests that were noted."""
@@ -68,6 +76,17 @@ class Proof:
         """The ``(tensor, state, copy)`` of old copies that differ from the first one."""
         assert self.before is not None
         return unequal_copies(_total(self.before, group), self.catalogue, self.old, self.new)
+
+    def stand_in(self, loss: Loss, pieces: Pieces, wards: Mapping[int, Pieces]) -> None:
+        """After a loss, before :meth:`note`: answer for those who have not the state of the step.
+
+        Args:
+            loss: who is lost, and what is left.
+            pieces: this rank's own.
+            wards: of old ranks for which it stands in as their keeper.
+        """
+        self.counts = self.rank in Left(loss).own
+        self.lost = in_place_of_lost(self.catalogue, self.old, self.rank, loss, pieces, wards)
 
     def after(self, pieces: Pieces) -> torch.Tensor:
         """This rank's share of the digests of the new pieces."""
@@ -134,6 +153,33 @@ class Proof:
     def _side(self, pieces: Pieces, ownership: Ownership, granule: Granule, copy: int) -> Side:
         tensor = self.catalogue[granule[0]]
         return Side(pieces, boxes_of_copy(tensor, tensor.states[granule[1]], ownership, copy))
+
+
+def in_place_of_lost(
+    catalogue: Catalogue, old: Ownership, rank: int, loss: Loss, pieces: Pieces, wards: Mapping[int, Pieces]
+) -> dict[int, Pieces]:
+    """The pieces for which ``rank`` answers in the digests in place of ranks that have not the state of the step.
+
+    Those are the lost ones, and survivors whose own pieces are of no step; each of their boxes has one that answers. So
+    the digests before are those of the whole state, and what was taken from a copy or a keeper is held against it.
+
+    Args:
+        catalogue: all tensors.
+        old: ownership before; lost ranks have numbers in it.
+        rank: this rank.
+        loss: who is lost, and what is left.
+        pieces: this rank's own, of the loss's step.
+        wards: of old ranks for which it stands in as their keeper, or out of files.
+    """
+    left, found = Left(loss), dict[int, Pieces]()
+    for granules, _, owners, _ in cells(catalogue, old):
+        gone = {*owners} - left.own
+        holders = left.holders(owners) if gone else ()
+        if holders and holders[0] == rank:
+            for owner in gone:
+                its = pieces if rank in owners else wards[owner]
+                found.setdefault(owner, {}).update({granule: its[granule] for granule in granules})
+    return found
 
 
 def _total(shares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

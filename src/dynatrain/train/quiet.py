@@ -6,7 +6,7 @@ from dynatrain.execute.pieces import Pieces
 from dynatrain.layout.layout import Layout
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.equal import require_equal
-from dynatrain.train.extra_state import check_extra_states, hear, speaks, tell
+from dynatrain.train.extra_state import check_extra_states, hear, tell
 from dynatrain.train.gradients import agree_untouched, take
 from dynatrain.train.install import check_carried, check_tensors, other_states, quiesce, refuse_pinned
 from dynatrain.train.party import Party
@@ -23,7 +23,8 @@ def facts_of(way: Passage, old: World, new: World) -> list[Any]:
     """
     travels = max(old.layout.size("pp"), new.layout.size("pp")) > 1 or way.crossing is not None
     check_extra_states(old.owners, staged=travels)
-    extra = tell(old.owners, new.owners, speaks=travels and speaks(old.layout, way.party.rank))
+    assert old.ownership is not None
+    extra = tell(old.owners, new.owners, speaks=travels and way.speaks(old.ownership))
     return [common(old), extra, sorted(old.untouched)]
 
 

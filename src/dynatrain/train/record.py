@@ -178,8 +178,7 @@ class Recorder:
             for rank, pieces in enumerate(blueprint.peak if blueprint else ())
         }
         on_device = attempt.party.device.type != "cpu"
-        crossing, size = attempt.way.crossing, attempt.party.world_size
-        world = World(old=len(crossing.old), new=len(crossing.new)) if crossing else World(old=size, new=size)
+        world = World(old=attempt.old.layout.world_size, new=attempt.target.world_size)
         return Certificate(
             run_id=self._folder.name,
             switch=number,

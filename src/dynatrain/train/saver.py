@@ -122,6 +122,12 @@ class Saver:
             self._under_way.join(2 * self._saves.deadline)
             self._note(self._under_way)
 
+    def give_up(self, why: str) -> None:
+        """End the save that is under way: not all who take part in it are there any more."""
+        if self._under_way is not None:
+            self._under_way.give_up(why)
+            self.finish()
+
     def _note(self, saving: Saving) -> None:
         assert self._saves is not None
         self._under_way = None

@@ -58,6 +58,24 @@ class Turns:
         self._switches += order.switches
         return order
 
+    @property
+    def turn(self) -> int:
+        """Number of the next order."""
+        return self._turn
+
+    @property
+    def switches(self) -> int:
+        """How many switches the run has had."""
+        return self._switches
+
+    def inherit(self, step: int) -> None:
+        """Rank 0 is lost, or this is it: the queue here counts from now on.
+
+        What was scheduled for later steps is known to every rank, and requests that nobody has answered are still up.
+        """
+        if self._party.rank != 0:
+            self._wishes.begun(step)
+
     def books(self) -> dict[str, Any]:
         """What a rank that becomes rank 0 in another world has to know."""
         return self._wishes.state()

@@ -1,0 +1,140 @@
+"""What one survivor does about one loss: the muster, the common step, and the crossing to what is left."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dynatrain.cluster.summons import Summons
+from dynatrain.execute.transport import sever
+from dynatrain.layout.layout import Layout
+from dynatrain.plan.errors import PlanError
+from dynatrain.plan.loss import Restore, restore
+from dynatrain.plan.plan import Kept
+from dynatrain.space.ownership import Ownership
+from dynatrain.train.agreement import Objection, exchange
+from dynatrain.train.attempt import Attempt
+from dynatrain.train.muster import Coupled, Stand, decisive, live
+from dynatrain.train.order import Order
+from dynatrain.train.party import Party
+from dynatrain.train.passage import numbers, remainder
+from dynatrain.train.torch_private import drop_gathered, process_groups
+from dynatrain.train.world import World
+
+NEWS_SECONDS = 60.0
+"""From a broken collective to the news of who is lost; where none comes, it was no loss that broke it."""
+
+JOIN_SECONDS = 0.02
+
+
+class WorldLostError(RuntimeError):
+    """Members of the world are lost, and the step under way cannot be finished: it comes again without them."""
+
+
+class MendError(RuntimeError):
+    """What is left after a loss cannot go on; the text says who is lost, and why not."""
+
+
+def release() -> None:
+    """Have the training thread come out of whatever it waits in: all connections of all groups are closed."""
+    for group in process_groups():
+        sever(group)
+
+
+@dataclass(slots=True)
+class Mending:
+    """One survivor's way through one loss. All survivors ask the same questions, in this order.
+
+    Attributes:
+        party: in the world that has lost members.
+        loss: who they are, and what is to follow.
+        mustered: whether the muster has been held.
+    """
+
+    party: Party
+    loss: Summons
+    mustered: bool = False
+
+    @property
+    def number(self) -> int:
+        """This rank's number among the survivors."""
+        return self.loss.survivors.index(self.party.member)
+
+    def muster(self, coupled: Coupled | None) -> Coupled | None:
+        """The newest coupling that any survivor is through; ``coupled`` is this one's.
+
+        Raises:
+            SwitchAbortedError: a survivor was late, or is lost itself.
+        """
+        told = self._ask("muster", coupled)
+        self.mustered = True
+        return decisive((one[0], one[1]) if one else None for one in told)
+
+    def stand(self, mine: Stand) -> list[Stand]:
+        """Where all survivors stand, by number.
+
+        Raises:
+            SwitchAbortedError: a survivor was late, or is lost itself.
+        """
+        return [Stand(**told | {"files": tuple(told["files"])}) for told in self._ask("stand", asdict(mine))]
+
+    def restore(self, world: World, stands: list[Stand]) -> Restore:
+        """From which step all go on, and where each box of it comes from; equal on all survivors.
+
+        Raises:
+            MendError: of no step is everything left.
+        """
+        assert world.ownership is not None
+        lost = frozenset(range(self.loss.holders, self.loss.holders + len(self.loss.lost)))
+        gone = [Kept(holder=one, owner=one, step=max(stand.step for stand in stands), live=True) for one in lost]
+        files: tuple[int, ...] = ()
+        try:
+            return restore(world.catalogue, self.old(world), lost=lost, kept=(*live(stands), *gone), files=files)
+        except PlanError as error:
+            raise MendError(f"{self.loss.why}; and what is left cannot go on: {error}") from error
+
+    def old(self, world: World) -> Ownership:
+        """The ownership of the world that has lost members, in the numbers of the crossing."""
+        assert world.ownership is not None
+        return Ownership(world.ownership.layout.over(numbers(self.loss)), world.ownership.placements)
+
+    def attempt(self, world: World, target: Layout, order: Order, found: Restore) -> Attempt:
+        """The crossing to what is left, not yet begun."""
+        for part in world.parts:
+            drop_gathered(part)
+        seen = replace(world, ownership=self.old(world))
+        way = remainder(self.party, self.loss, order)
+        return Attempt(way=way, order=order, target=target, old=seen, loss=found.loss)
+
+    def order(self, stands: list[Stand]) -> Order:
+        """The crossing as an order; its number and turn follow the last that any survivor knows of."""
+        return Order(
+            layout=self.loss.layout,
+            members=self.loss.new,
+            generation=self.loss.generation,
+            turn=max(stand.turn for stand in stands),
+            number=max(stand.switches for stand in stands) + 1,
+            mode="keep",
+            verb="loss",
+            by=self.loss.why,
+        )
+
+    def prepare(self, attempt: Attempt) -> None:
+        """Build and warm, together with all others.
+
+        Raises:
+            SwitchAbortedError: some survivor cannot, or is lost itself.
+        """
+        attempt.start()
+        assert self.party.worlds is not None
+        alarm = self.party.worlds.alarm
+        while not attempt.prepared:
+            attempt.join(JOIN_SECONDS)
+            if alarm is not None and alarm.beyond(self.loss.generation):
+                attempt.give_up()  # else a group that somebody does not come to make is waited for
+        self._ask("prepared", None, Objection(why=attempt.problem) if attempt.problem else None)
+
+    def _ask(self, what: str, payload: Any, objection: Objection | None = None) -> list[Any]:
+        party, loss = self.party, self.loss
+        assert party.worlds is not None
+        board = party.worlds.crossing(loss.generation, len(loss.survivors))
+        topic, wait = f"loss/{what}", party.patience
+        return exchange(board, topic, self.number, payload=payload, objection=objection, timeout=wait).in_order()

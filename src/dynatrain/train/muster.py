@@ -1,0 +1,63 @@
+"""How far each survivor of a loss is, and from which step all of them go on. Values and rules, pure.
+
+**A step is applied on all or on none.** The last collective of a step before its update is its *coupling*: an
+all-reduce over the world that no rank comes out of before every rank has come into it. The built-in trainer's is that
+of the loss and the gradient norm; a loop that names none has one of a single element put before its update. Three
+things follow. (1) When a rank is through the coupling of step k, every rank has all its gradients of step k: its
+backward is behind it. (2) So a survivor of whom a loss has broken that coupling lacks nothing but its result, which is
+equal on all ranks and some bytes long. (3) Whoever makes the update needs nobody else for it.
+
+Hence the *muster*, the first question after a loss: each survivor tells the last coupling that it is through, with its
+result. If any of them is through that of step k, those who wait in it take the result from there and make their update:
+step k is applied on all. If none is, none has made the update, since that comes behind: step k is applied on none, its
+gradients are dropped, and it is done again. What the lost rank had done is of no account: its state is gone with it. A
+survivor that is lost before all have answered is named by the next loss, whose muster asks anew; once decided, the
+answer stands, and whoever took a result has it to tell in the next muster.
+
+An update that talks to other ranks itself (Muon's and Adafactor's do) can be broken in its midst. What that rank
+trains with is then of no step, and counts for nothing: its boxes come from others, or from an older step.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dynatrain.plan.plan import Kept
+
+Coupled = tuple[int, Any]
+"""``(step, result)`` of a coupling."""
+
+
+def decisive(told: Iterable[Coupled | None]) -> Coupled | None:
+    """The newest coupling that any survivor is through; None where nobody is through any."""
+    return max((one for one in told if one is not None), key=lambda one: one[0], default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stand:
+    """Where a survivor stands behind the muster, its own part of the step made or dropped.
+
+    Attributes:
+        step: so many steps are trained.
+        torn: its update was broken off, and what it holds is of no step.
+        edge: number of its step edge.
+        turn: of the next order.
+        switches: how many the run has had.
+        files: steps of complete checkpoints that it sees, ascending.
+    """
+
+    step: int
+    torn: bool
+    edge: int
+    turn: int
+    switches: int
+    files: tuple[int, ...] = ()
+
+
+def live(stands: Sequence[Stand]) -> tuple[Kept, ...]:
+    """What survivors train with, as the planner knows memory, by holder."""
+    return tuple(
+        Kept(holder=holder, owner=holder, step=stand.step, live=True)
+        for holder, stand in enumerate(stands)
+        if not stand.torn
+    )

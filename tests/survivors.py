@@ -1,0 +1,151 @@
+"""A run that loses members, without an agent: forked processes, and one that rings the alarm as an agent would."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+from tests import jobs, ranks
+from tests.jobs import Asking, Books, distance
+
+from dynatrain.cluster.alarm import Alarm, put_up
+from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
+from dynatrain.cluster.summons import Summons
+from dynatrain.cluster.worlds import Worlds
+from dynatrain.train import trainer
+from dynatrain.train.trainer import Trainer
+
+PLACES = ("begin", "totals", "coupled", "updated")
+"""Of a step: before its forward; before its last collective, behind it; behind its update."""
+
+
+@dataclass(frozen=True)
+class Fall:
+    """What becomes of one member, and what follows.
+
+    With ``denied``, those members take the step's last collective for broken, although they came through it.
+    """
+
+    member: int
+    step: int
+    place: str
+    layout: str
+    new: tuple[int, ...]
+    by: str = "SIGKILL"
+    denied: tuple[int, ...] = ()
+
+
+@dataclass
+class Plant:
+    """The faults of one member, as its loop comes to them."""
+
+    store: dist.Store
+    member: int
+    falls: tuple[Fall, ...]
+    done: set = field(default_factory=set)
+
+    def at(self, step, place):
+        for number, fall in enumerate(self.falls, 1):
+            if number in self.done or (fall.step, fall.place) != (step, place):
+                continue
+            if fall.member == self.member:
+                self.store.set(f"fell/{number}", "")
+                os.kill(os.getpid(), signal.Signals[fall.by])
+                time.sleep(60)
+            if self.member in fall.denied:
+                self.done.add(number)
+                raise RuntimeError("gloo: planted")
+
+
+def survive(case, layout, size, falls, visits, seconds=60, **more):
+    """Train on ``size`` members that fall as told; what each saw, None of the fallen."""
+
+    def work(world):
+        return _ring(world, size, falls) if world.rank == size else _train(world, case, layout, size, falls, visits, more)
+
+    found = ranks.run(size + 1, work, seconds, silent={fall.member for fall in falls})
+    return found[:size]
+
+
+def _run_store(world):
+    votes = dist.TCPStore("127.0.0.1", world.store.port, is_master=False, timeout=timedelta(seconds=20))
+    return dist.PrefixStore("run", votes)
+
+
+def _ring(world, size, falls):
+    run, members, lost = _run_store(world), tuple(range(size)), ()
+    for number, fall in enumerate(falls, 1):
+        while not world.store.check([f"fell/{number}"]):
+            time.sleep(0.002)
+        lost += (fall.member,)
+        why = f"rank {members.index(fall.member)} was planted to fall"
+        put_up(
+            run,
+            Summons(
+                generation=number,
+                old=members,
+                new=fall.new,
+                newcomers=(),
+                layout=fall.layout,
+                stage="asked",
+                lost=lost,
+                why=why,
+            ),
+        )
+        if number < len(falls) and falls[number].place != "mending":
+            members, lost = fall.new, ()
+    return "rung"
+
+
+def _train(world, case, layout, size, falls, visits, more):
+    take_realtime(RANK_PRIORITY)
+    run = _run_store(world)
+    worlds = Worlds(
+        run=run,
+        groups=dist.PrefixStore("groups", world.store),
+        member=world.rank,
+        rank=world.rank,
+        world_size=size,
+        alarm=Alarm(run, joins=False),
+    )
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("default", world.store),
+        rank=world.rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    job, data, books = case.job(), Asking(case.data()), Books()
+    given = {"board": None, "store": None, "worlds": worlds, "recorder": books, "deadline": 15.0}
+    sw = jobs.switcher(job, world, layout, **given | more)
+    plant = Plant(world.store, world.rank, falls)
+    _patch(plant, sw)
+    found = {"steps": [], "apart": [], "worlds": [], "began": []}
+
+    def after(result):
+        plant.at(result.step, "updated")
+        found["steps"].append((result.step, result.loss, result.ids.tolist(), data.take()))
+        found["apart"].append(distance(sw.world, sw.rank, visits[result.step]))
+        found["worlds"].append(sw.layout.world_size)
+        found["began"].append(time.monotonic())
+
+    Trainer(job, data, sw, after).run(case.steps)
+    return found | {"left": sw.left, "switches": books.switches}
+
+
+def _patch(plant, sw):
+    totals, step = trainer.step_totals, Trainer._step
+
+    def planted_totals(*given, **more):
+        plant.at(sw.step, "totals")
+        result = totals(*given, **more)
+        plant.at(sw.step, "coupled")
+        return result
+
+    def planted_step(self, number):
+        plant.at(number, "begin")
+        step(self, number)
+
+    trainer.step_totals, Trainer._step = planted_totals, planted_step
