@@ -63,7 +63,9 @@ def survive(case, layout, size, falls, visits, seconds=60, **more):
     """Train on ``size`` members that fall as told; what each saw, None of the fallen."""
 
     def work(world):
-        return _ring(world, size, falls) if world.rank == size else _train(world, case, layout, size, falls, visits, more)
+        return (
+            _ring(world, size, falls) if world.rank == size else _train(world, case, layout, size, falls, visits, more)
+        )
 
     found = ranks.run(size + 1, work, seconds, silent={fall.member for fall in falls})
     return found[:size]

@@ -86,6 +86,7 @@ def start(
         grace_seconds=_grace(config),
         layout=print_layout(checked.layout),
         resize=partial(layout_of_size, checked),
+        survives=True,
     )
     if place.node > 0:
         return None, agent(RunFolder(path.absolute()))

@@ -18,7 +18,6 @@ from dynatrain.layout.text import parse_layout
 from dynatrain.observe.log import Log
 from dynatrain.observe.requests import Answer, Request
 
-
 MEND_SECONDS = 300.0
 """For what is left of a world to go on after a loss, files read from a slow disk included."""
 

@@ -136,8 +136,8 @@ def sever(group: dist.ProcessGroup) -> None:
     """Close all connections of a group, from any thread: who waits in one of its operations, here or elsewhere, raises.
 
     Gloo has no call that interrupts (``abort`` does not), but a receive that runs out of time closes every connection
-    of its group, on which all ranks see "connection closed by peer" within milliseconds. NCCL's ``abort`` does it (never
-    executed yet: it needs two devices). The group is of no further use.
+    of its group, on which all ranks see "connection closed by peer" within milliseconds. NCCL's ``abort`` does it,
+    has never been executed yet: it needs two devices. The group is of no further use.
     """
     if group.name() == "nccl":
         group.abort()

@@ -100,7 +100,7 @@ def balance(part: nn.Module, total: Callable[[Tensor], Tensor], rate: float) -> 
 
 @torch.no_grad()
 def loads(part: nn.Module, total: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """What :func:`balance` asks ``total`` for, asked before the step's update; None where there is nothing to balance."""
+    """What :func:`balance` asks ``total`` for, before the step's update; None where there is nothing to balance."""
     routers = _biased(part)
     return total(torch.stack([router.tokens_per_expert for router in routers])) if routers else None
 

@@ -14,6 +14,7 @@ board, never in a collective, which would hang with the rank that is missing.
 import gc
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,10 @@ import torch
 
 from dynatrain.execute.census import DigestReport
 from dynatrain.execute.pages import give_up_spare
-from dynatrain.execute.pieces import Pieces
+from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.execute.rounds import Executor
+from dynatrain.plan.plan import Granule
+from dynatrain.space.box import Box
 from dynatrain.train.account import Account, mismatches, take
 from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError, objection_of
 from dynatrain.train.check import Check
@@ -101,7 +104,7 @@ class Attempt(Preparation):
                 self.party, self.old, self.target, inside=bool(self.order.after), gives_up=self._tight
             )
             if self.loss is not None:
-                self._proved.stand_in(self.loss, self._old_pieces, {})
+                self._proved.stand_in(self.loss, self._old_pieces, self._kept)
             facts = facts_of(self.way, self.old, self.new)
             if self._compares_first:
                 self._proved.note(self._old_pieces)
@@ -146,6 +149,8 @@ class Attempt(Preparation):
                 hook=self._channel.at,
             )
             self._executor.run(self.party.deadline)
+            if self._files is not None:
+                self._files.fill(self._executor.new, self._fetches)
             assert self.new is not None
             self._object_states = remember(self.party, self.old)
             self._old_leaves = leaf_values(self.old)
@@ -167,6 +172,13 @@ class Attempt(Preparation):
             self._take_account(self.new)
         elif not self.way.leaves:
             bind(self.party, self.old, self.new, self._executor.new)
+            if self._files is not None and self.way.after is not None:
+                self._files.take_rest(self.new, self.way.after.rank, self.party.device)
+
+    def _kept(self, boxes: Mapping[Granule, Box]) -> Mapping[Granule, Piece]:
+        """Pieces of the loss's step that this rank answers for and does not train with."""
+        assert self._files is not None
+        return self._files.pieces(boxes)
 
     def _take_account(self, new: World) -> None:
         account = Account.from_text(self.party.board.peek(_ACCOUNT) or "")

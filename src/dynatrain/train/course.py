@@ -6,6 +6,7 @@ A switch inside a step is agreed on at the step's edge, as any other, and carrie
 import functools
 import logging
 import time
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -15,16 +16,12 @@ from dynatrain.cluster.worlds import forget_others
 from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
 from dynatrain.train.announcement import NotAdmittedError, announcement
 from dynatrain.train.attempt import Attempt
-from dynatrain.train.gradients import forget
-from dynatrain.train.mending import Mending
-from dynatrain.train.muster import Stand
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.passage import passage
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saver
 from dynatrain.train.start import Start
-from dynatrain.train.survival import Survival
 from dynatrain.train.targets import Read
 from dynatrain.train.turns import Turns
 from dynatrain.train.world import World
@@ -79,7 +76,6 @@ class Course:
         self._start: Start | None = None
         self._abandoned: list[Attempt] = []
         self._settling = False
-        self._broken = False
         self._edge = -1
         self._step = 0
         self._reason = ""  # why the last attempt was given up
@@ -91,34 +87,31 @@ class Course:
         self.pause = 0
         self.done = 0
         self.updated = False
-        self.survival = Survival(party)
         self._before = world
         self._wrap_optimizer(world)
 
     def edge(self, step: int) -> int:
-        """A step edge: take back what is doomed, mend what is lost, begin what all ranks have agreed to begin here.
+        """A step edge: take back what is doomed, begin what all ranks have agreed to begin here.
 
         Args:
             step: the next step.
 
         Returns:
-            The same; or an earlier one to which a loss has thrown the run back.
+            The step that comes next.
         """
+        self._come_to(step)
+        self._go_on()
+        return self._step
+
+    def _come_to(self, step: int) -> None:
         self._edge += 1
         self._step = step
+        self.updated = False
         if self.doomed:
             self._take_back()
         if self.pause:
             self._pass_over()
         self._free_abandoned()
-        while not self.left and (mending := self.survival.mending) is not None:
-            self._mend(mending)
-        self.updated = False
-        if self.left:
-            return self._step
-        self._go_on()
-        self.survival.begin(self._step, self.world)
-        return self._step
 
     def _go_on(self) -> None:
         self._saver.look()
@@ -128,18 +121,12 @@ class Course:
             self._advance(self._order)
 
     def step_ended(self) -> bool:
-        """The loop's step is over; whether it counts, which a doomed one does not, nor a broken one without update."""
+        """The loop's step is over; whether it counts, which a doomed one does not."""
         if self._settling:
             self._settle()
         self._step_ended = time.perf_counter()
         self.done = 0
-        broken, self._broken = self._broken, False
-        return not self.doomed and (self.updated or not broken)
-
-    def broken_by(self, error: Exception) -> bool:
-        """Whether the step under way is broken by a loss, and not by a mistake of the loop's own."""
-        self._broken = self.survival.broken_by(error)
-        return self._broken
+        return not self.doomed
 
     def leave(self) -> None:
         """The loop was left, maybe inside a step: a switch that awaits its first update is decided without it."""
@@ -166,15 +153,16 @@ class Course:
                 self._settle()
             if self.doomed:
                 return None
-            self.survival.couple_alone(self._step)
             world.forwards.seen = False
-            self.survival.torn = True
-            done = original(*args, **kwargs)
-            self.survival.torn, self.updated = False, True
-            return done
+            return self._update(lambda: original(*args, **kwargs))
 
         # A method, as schedulers that are made later expect of it.
         world.optimizer.step = MethodType(step, world.optimizer)  # type: ignore[method-assign]
+
+    def _update(self, make: Callable[[], Any]) -> Any:
+        """Make the update of the step under way."""
+        self.updated = True
+        return make()
 
     def _take_turn(self) -> None:
         """Follow the next decision of what to do."""
@@ -273,64 +261,6 @@ class Course:
             self._settle()
             if self.doomed:
                 self._take_back()
-
-    # After a loss.
-
-    def _mend(self, mending: Mending) -> None:
-        """Cross to what is left of the world, or return because there is another loss.
-
-        Raises:
-            MendError: what is left cannot go on.
-        """
-        self._drop_all(mending.loss.why)
-        self.survival.muster()
-        if mending is not self.survival.mending:
-            return
-        self.survival.take_back(self._step)
-        try:
-            attempt = self._agree(mending)
-            mending.prepare(attempt)
-        except SwitchAbortedError as abort:
-            why = str(abort)
-            if self._attempt is not None:
-                self._give_up(self._attempt, why)
-            self.survival.await_next(mending, why)
-            return
-        self._begin(attempt)
-        if not self.left and self._party.generation != mending.loss.generation:
-            self.survival.await_next(mending, self._reason)
-
-    def _drop_all(self, why: str) -> None:
-        """What is under way among all members is not any more."""
-        if self._attempt is not None:
-            self._give_up(self._attempt, why)
-        elif self._order is not None:
-            self._turns.answer(self._order, "aborted", why)
-        self._order = self._start = None
-        self._saver.give_up(why)
-        self.pause = self.done = 0
-        forget(self._party, self.world)
-
-    def _agree(self, mending: Mending) -> Attempt:
-        """The crossing that all survivors agree on, not yet begun."""
-        mine = Stand(
-            step=self._step,
-            torn=self.survival.torn,
-            edge=self._edge,
-            turn=self._turns.turn,
-            switches=self._turns.switches,
-        )
-        stands = mending.stand(mine)
-        found = mending.restore(self.world, stands)
-        order = self._order = mending.order(stands)
-        self._step, self._edge = found.loss.step, max(stand.edge for stand in stands)
-        target = self._read(order.layout, len(order.members))
-        attempt = self._attempt = mending.attempt(self.world, target, order, found)
-        if mending.number == 0:
-            assert self._party.worlds is not None
-            forget_others(self._party.worlds.run, self._party.generation, order.generation)
-            self._turns.inherit(self._step)
-        return attempt
 
     def arrive(self, attempt: Attempt) -> int:
         """A newcomer's first edge: prepare, wait for the old ranks, and take part.

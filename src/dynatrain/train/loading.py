@@ -76,7 +76,7 @@ class _Found:
         # An optimizer without state saves no more than parameters either; what it saves has an account of the run.
         weights = self._manifest is not None and self._manifest.weights_only and self._account is None
         catalogue = values_of(world.catalogue) if weights else world.catalogue
-        self._shelf = _shelf(catalogue, world.forms, self._folder, rename or (lambda key: key))
+        self._shelf = shelf_of(catalogue, world.forms, self._folder, rename or (lambda key: key))
         self._match_objects()
         assert world.ownership is not None
         boxes = boxes_of(self._shelf, catalogue)
@@ -113,26 +113,7 @@ class _Found:
         read_into(world.pieces(party.rank, party.device), self._shelf, world.catalogue, self._fetches)
         if self._account is None:
             return
-        take(world, self._account["objects"], self._groups())
-        names = {owner.name for owner in world.owners}
-        give_extra_states(world.owners, {name: self._folder.read(flat(extra_path(name))) for name in names})
-        self._restore_streams()
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """The options of all parameter groups."""
-        found = []
-        for number, group in enumerate(self._world.optimizer.param_groups):
-            keys = {key: flat(("optim", "param_groups", number, key)) for key in group.keys() - set(MECHANICS)}
-            found.append({key: self._folder.read(at) for key, at in keys.items() if at in self._folder.objects})
-        return found
-
-    def _restore_streams(self) -> None:
-        rank, device = self._party.rank, self._party.device
-        mine, first = (flat(streams_path(number)) for number in (rank, 0))
-        if mine in self._folder.objects:
-            Streams.of(self._folder.read(mine)).restore(device)
-        elif first in self._folder.objects:
-            Streams.of(self._folder.read(first)).of_new_rank(rank, self.step).restore(device)
+        take_rest(self._folder, self._account, world, party.rank, party.device)
 
     def _match_objects(self) -> None:
         if self._account is None:
@@ -142,7 +123,36 @@ class _Found:
             raise FolderError(f"{self._folder.path} cannot be loaded", problems)
 
 
-def _shelf(catalogue: Catalogue, forms: Mapping[str, Any], folder: DcpFolder, rename: Rename) -> Shelf:
+def take_rest(folder: DcpFolder, account: Mapping[str, Any], world: World, rank: int, device: torch.device) -> None:
+    """Give a world what a checkpoint of ours says of all that is no tensor, this rank's random streams among it.
+
+    Args:
+        folder: the checkpoint.
+        account: its own.
+        world: bound; its objects, its optimizer's groups and its modules' extra state are written.
+        rank: in that world.
+        device: of the streams.
+    """
+    take(world, account["objects"], _groups(folder, world))
+    names = {owner.name for owner in world.owners}
+    give_extra_states(world.owners, {name: folder.read(flat(extra_path(name))) for name in names})
+    mine, first = (flat(streams_path(number)) for number in (rank, 0))
+    if mine in folder.objects:
+        Streams.of(folder.read(mine)).restore(device)
+    elif first in folder.objects:
+        Streams.of(folder.read(first)).of_new_rank(rank, int(account["step"])).restore(device)
+
+
+def _groups(folder: DcpFolder, world: World) -> list[dict[str, Any]]:
+    """The options of all parameter groups."""
+    found = []
+    for number, group in enumerate(world.optimizer.param_groups):
+        keys = {key: flat(("optim", "param_groups", number, key)) for key in group.keys() - set(MECHANICS)}
+        found.append({key: folder.read(at) for key, at in keys.items() if at in folder.objects})
+    return found
+
+
+def shelf_of(catalogue: Catalogue, forms: Mapping[str, Any], folder: DcpFolder, rename: Rename) -> Shelf:
     """The folder's tensors under our names.
 
     Raises:

@@ -1,11 +1,14 @@
 """What one survivor does about one loss: the muster, the common step, and the crossing to what is left."""
 
-from dataclasses import asdict, dataclass, replace
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from dynatrain.cluster.summons import Summons
 from dynatrain.execute.transport import sever
 from dynatrain.layout.layout import Layout
+from dynatrain.observe.checkpoints import checkpoint_name
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.loss import Restore, restore
 from dynatrain.plan.plan import Kept
@@ -47,11 +50,15 @@ class Mending:
         party: in the world that has lost members.
         loss: who they are, and what is to follow.
         mustered: whether the muster has been held.
+        found: what all go on from, once that is agreed.
+        began: when this rank took note of the loss, in seconds of the monotonic clock.
     """
 
     party: Party
     loss: Summons
     mustered: bool = False
+    found: Restore | None = None
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def number(self) -> int:
@@ -85,24 +92,28 @@ class Mending:
         assert world.ownership is not None
         lost = frozenset(range(self.loss.holders, self.loss.holders + len(self.loss.lost)))
         gone = [Kept(holder=one, owner=one, step=max(stand.step for stand in stands), live=True) for one in lost]
-        files: tuple[int, ...] = ()
+        files = {*stands[0].files}.intersection(*(stand.files for stand in stands))
         try:
-            return restore(world.catalogue, self.old(world), lost=lost, kept=(*live(stands), *gone), files=files)
+            kept = (*live(stands), *gone)
+            self.found = restore(world.catalogue, self.old(world), lost=lost, kept=kept, files=files)
         except PlanError as error:
             raise MendError(f"{self.loss.why}; and what is left cannot go on: {error}") from error
+        return self.found
 
     def old(self, world: World) -> Ownership:
         """The ownership of the world that has lost members, in the numbers of the crossing."""
         assert world.ownership is not None
         return Ownership(world.ownership.layout.over(numbers(self.loss)), world.ownership.placements)
 
-    def attempt(self, world: World, target: Layout, order: Order, found: Restore) -> Attempt:
-        """The crossing to what is left, not yet begun."""
+    def attempt(self, world: World, target: Layout, order: Order, found: Restore, root: Path | None) -> Attempt:
+        """The crossing to what is left, not yet begun; ``root`` has the checkpoints."""
         for part in world.parts:
             drop_gathered(part)
         seen = replace(world, ownership=self.old(world))
         way = remainder(self.party, self.loss, order)
-        return Attempt(way=way, order=order, target=target, old=seen, loss=found.loss)
+        step = found.loss.files
+        path = None if step is None or root is None else root / checkpoint_name(step)
+        return Attempt(way=way, order=order, target=target, old=seen, loss=found.loss, checkpoint=path)
 
     def order(self, stands: list[Stand]) -> Order:
         """The crossing as an order; its number and turn follow the last that any survivor knows of."""

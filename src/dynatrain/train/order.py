@@ -19,7 +19,7 @@ class Order:
         at: first step that is to run in the new layout; -1 for as soon as all are ready.
         after: micro-batches of that step that still run in the old layout; 0 for a switch at the step's edge.
         edge: step edge of rank 0 at which it was decided; the other ranks know of it by the edge after.
-        verb: ``switch``, ``scale`` (a switch to other members), ``loss`` (to those that are left), ``save`` or ``stop``.
+        verb: ``switch``; ``scale``, to other members; ``loss``, to those that are left; ``save`` or ``stop``.
         by: who asked.
         request: number of the request on the board; -1 for none.
         request_id: its id, or empty.

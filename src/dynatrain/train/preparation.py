@@ -9,17 +9,19 @@ import itertools
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dynatrain.execute.exchange import Exchange
 from dynatrain.execute.pages import touch
 from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.layout.layout import Layout
-from dynatrain.plan.plan import Granule, Loss, Schedule
+from dynatrain.plan.plan import Fetch, Granule, Loss, Schedule
 from dynatrain.space.ownership import Ownership
 from dynatrain.train.agreement import SwitchAbortedError, objection_of, words_of
 from dynatrain.train.blueprint import Blueprint, draw
 from dynatrain.train.channel import Channel
+from dynatrain.train.files import Files
 from dynatrain.train.gradients import inside, with_gradients
 from dynatrain.train.install import (
     Shared,
@@ -53,6 +55,7 @@ class Preparation:
         problem: why this rank cannot begin; empty while it can.
         began: when it was started, in seconds of the monotonic clock.
         loss: of old ranks, and what is left; None where all are there.
+        checkpoint: that a loss has thrown the run back to; None where it has not.
     """
 
     way: Passage
@@ -64,6 +67,9 @@ class Preparation:
     problem: str = ""
     began: float = 0.0
     loss: Loss | None = None
+    checkpoint: Path | None = None
+    _files: Files | None = None
+    _fetches: tuple[Fetch, ...] = ()
     _channel: Channel = field(init=False)
     _saved: Saved = field(init=False)
     _given_up: bool = False
@@ -138,9 +144,17 @@ class Preparation:
         self.new.catalogue, self.new.ownership = self.old.catalogue, ownership
         topic, whole = f"s{self.order.number}/plan", self.way.keeps_books
         over = self.way.crossing.over if self.way.crossing else ()
+        if self.checkpoint is not None:
+            self._files = Files.open(self.checkpoint, self.old, slice(self.party.rank, None, self.party.world_size))
+        reads = self._reads if self._files is not None else None
         self.blueprint = draw(
-            self.party, self.order.mode, self.old, self.new, topic, members=over, whole=whole, loss=self.loss
+            *(self.party, self.order.mode, self.old, self.new, topic),
+            members=over,
+            whole=whole,
+            loss=self.loss,
+            reads=reads,
         )
+        self._fetches = self._reads(self.party.rank) if self._files is not None else ()
         assert self.old.ownership is not None
         self._proof = Proof(
             catalogue=self.old.catalogue,
@@ -148,6 +162,15 @@ class Preparation:
             new=ownership,
             rank=self.party.rank,
         )
+
+    def _reads(self, rank: int) -> tuple[Fetch, ...]:
+        """What a rank reads from the checkpoint."""
+        assert self._files is not None
+        assert self.new is not None
+        assert self.loss is not None
+        assert self.old.ownership is not None
+        assert self.new.ownership is not None
+        return self._files.fetches(self.old.ownership, self.new.ownership, rank, self.loss)
 
     def _describe(self) -> list[Any] | None:
         """What this rank tells of the new world, which it makes where it has none yet; None of a leaver.

@@ -1,6 +1,6 @@
 """Whether a switch changed a bit: digests of the old world and of the new one, compared by all ranks together."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,13 +14,15 @@ from dynatrain.execute.census import (
     unequal_copies,
 )
 from dynatrain.execute.locate import Side, first_unlike
-from dynatrain.execute.pieces import Pieces
+from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.plan.keepers import cells
 from dynatrain.plan.left import Left
 from dynatrain.plan.plan import Granule, Loss
-from dynatrain.space.box import whole
+from dynatrain.space.box import Box, whole
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue
+
+Kept = Callable[[Mapping[Granule, Box]], Mapping[Granule, Piece]]
 
 _SHOWN = 4
 """Pieces that differ and are named; the rest is counted."""
@@ -49,7 +51,7 @@ class Proof:
     old: Ownership
     new: Ownership
     rank: int
-    lost: dict[int, Pieces] = field(default_factory=dict)
+    lost: dict[int, Mapping[Granule, Piece]] = field(default_factory=dict)
     counts: bool = True
     before: torch.Tensor | None = None
     mended: int = 0
@@ -77,16 +79,13 @@ class Proof:
         assert self.before is not None
         return unequal_copies(_total(self.before, group), self.catalogue, self.old, self.new)
 
-    def stand_in(self, loss: Loss, pieces: Pieces, wards: Mapping[int, Pieces]) -> None:
+    def stand_in(self, loss: Loss, pieces: Pieces, kept: Kept) -> None:
         """After a loss, before :meth:`note`: answer for those who have not the state of the step.
 
-        Args:
-            loss: who is lost, and what is left.
-            pieces: this rank's own.
-            wards: of old ranks for which it stands in as their keeper.
+        Arguments as of :func:`in_place_of_lost`.
         """
         self.counts = self.rank in Left(loss).own
-        self.lost = in_place_of_lost(self.catalogue, self.old, self.rank, loss, pieces, wards)
+        self.lost = in_place_of_lost(self.catalogue, self.old, self.rank, loss, pieces, kept)
 
     def after(self, pieces: Pieces) -> torch.Tensor:
         """This rank's share of the digests of the new pieces."""
@@ -156,30 +155,35 @@ class Proof:
 
 
 def in_place_of_lost(
-    catalogue: Catalogue, old: Ownership, rank: int, loss: Loss, pieces: Pieces, wards: Mapping[int, Pieces]
-) -> dict[int, Pieces]:
+    catalogue: Catalogue, old: Ownership, rank: int, loss: Loss, pieces: Pieces, kept: Kept
+) -> dict[int, Mapping[Granule, Piece]]:
     """The pieces for which ``rank`` answers in the digests in place of ranks that have not the state of the step.
 
-    Those are the lost ones, and survivors whose own pieces are of no step; each of their boxes has one that answers. So
-    the digests before are those of the whole state, and what was taken from a copy or a keeper is held against it.
+    Those are the lost ones, and survivors whose own pieces are of no step or of another; each of their boxes has one
+    survivor that answers. So the digests before are those of the whole state, and what was taken from a copy, a keeper
+    or a file is held against it.
 
     Args:
         catalogue: all tensors.
-        old: ownership before; lost ranks have numbers in it.
+        old: ownership before; lost ranks have numbers in it, behind those of all others.
         rank: this rank.
         loss: who is lost, and what is left.
         pieces: this rank's own, of the loss's step.
-        wards: of old ranks for which it stands in as their keeper, or out of files.
+        kept: gives pieces of the loss's step that are not this rank's own: out of files.
     """
-    left, found = Left(loss), dict[int, Pieces]()
-    for granules, _, owners, _ in cells(catalogue, old):
+    left, found, read = Left(loss), dict[int, dict[Granule, Piece]](), dict[int, dict[Granule, Box]]()
+    survivors = sorted({*old.layout.ranks} - loss.lost)
+    for granules, box, owners, _ in cells(catalogue, old):
         gone = {*owners} - left.own
         holders = left.holders(owners) if gone else ()
         if holders and holders[0] == rank:
             for owner in gone:
-                its = pieces if rank in owners else wards[owner]
-                found.setdefault(owner, {}).update({granule: its[granule] for granule in granules})
-    return found
+                found.setdefault(owner, {}).update({granule: pieces[granule] for granule in granules})
+        elif gone and not holders:
+            for owner in gone:
+                if survivors[owner % len(survivors)] == rank:
+                    read.setdefault(owner, {}).update(dict.fromkeys(granules, box))
+    return {**found, **{owner: kept(boxes) for owner, boxes in read.items()}}
 
 
 def _total(shares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -88,6 +88,7 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
         generation=context.generation,
         attempt=context.attempt,
         rates=None if context.joins else _rates(context, device),
+        global_sequences=config.batch.global_sequences,
     )
     progress = _Progress(seat)
     switcher = _switcher(seat, checked, job, device, recorder, progress)

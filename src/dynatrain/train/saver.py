@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dynatrain.observe.checkpoints import checkpoint_name
 from dynatrain.train.order import Order
@@ -61,6 +62,11 @@ class Saver:
     def on(self) -> bool:
         """Whether the job is saved at all."""
         return self._saves is not None
+
+    @property
+    def root(self) -> Path | None:
+        """Where its checkpoints are; None where it is never saved."""
+        return self._saves.root if self._saves else None
 
     @property
     def every(self) -> int:

@@ -1,14 +1,14 @@
-"""How the loop of one rank comes through losses: broken steps, the coupling of each, and what a step is to begin with."""
+"""How the loop of one rank comes through losses: broken steps, their coupling, and what a step is to begin with."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dynatrain.cluster.alarm import Alarm
 from dynatrain.train.agreement import SwitchAbortedError
-from dynatrain.train.mending import NEWS_SECONDS, Mending, MendError, WorldLostError, release
+from dynatrain.train.mending import NEWS_SECONDS, MendError, Mending, WorldLostError, release
 from dynatrain.train.muster import Coupled
 from dynatrain.train.party import Party
 from dynatrain.train.streams import Streams

@@ -18,9 +18,8 @@ trainer is an ordinary user of this class.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,6 @@ from dynatrain.train.agreement import on_every_rank
 from dynatrain.train.arrival import arrive
 from dynatrain.train.blueprint import check_mode
 from dynatrain.train.copies import UnequalCopies, check_policy
-from dynatrain.train.course import Course
 from dynatrain.train.first import Initial, blank, first_world, join, register
 from dynatrain.train.install import survey
 from dynatrain.train.loading import Rename, load
@@ -44,15 +42,14 @@ from dynatrain.train.saver import Saved, Saver, SavingError
 from dynatrain.train.saving import Saves
 from dynatrain.train.segments import Fused, Segments
 from dynatrain.train.standing import standing
+from dynatrain.train.surviving import Survivable, SurvivingCourse
 from dynatrain.train.targets import DataParallel, Read, same_meaning, served, whole_world
 from dynatrain.train.turns import Turns
 from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
 
-T = TypeVar("T")
 
-
-class Switcher:
+class Switcher(Survivable):
     """Holds one training job's model and optimizer, and changes their layout while it trains.
 
     Needs an initialised default process group (torchrun, or dynatrain's own agent).
@@ -163,7 +160,7 @@ class Switcher:
             self._saver = Saver(party, saves, (self._answer_saved, on_saved))
             wishes = Wishes(party.requests, schedule or {}, mode, self._saver.every, inside or {})
             self._turns = Turns(party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
-            self._course = Course(
+            self._course = SurvivingCourse(
                 party,
                 world,
                 turns=self._turns,
@@ -272,45 +269,6 @@ class Switcher:
             self._party.note_step(time.perf_counter() - began)
             if self._recorder:
                 self._recorder.step_ended(time.perf_counter())
-
-    @contextmanager
-    def survivable(self) -> Iterator[None]:
-        """Around the body of the loop: where members of the world are lost, the step is left, and the loop goes on.
-
-            for step in sw.steps(until=1000):
-                with sw.survivable():
-                    train_step(sw.model, sw.optimizer, batch(step))
-
-        At the next edge the run goes over to those that are left. A step that was broken off before its update comes
-        again; so what the body writes before the update, other than gradients, buffers and random streams, it writes
-        twice. Behind the update it is to talk to no other rank, or may miss what it had to say there. Needs dynatrain's
-        agent; else, and for every error that no loss is behind, this does nothing.
-
-        Raises:
-            Exception: of the body.
-        """
-        try:
-            yield
-        except Exception as error:
-            if not self._course.broken_by(error):
-                raise
-
-    def couple(self, work: Callable[[], T]) -> T:
-        """Name the last collective of a step before its update: one that couples all ranks, as the norm's all-reduce.
-
-        A loop that names none gets one of a single element, in ``sw.optimizer.step()``. Why it matters is told in
-        :mod:`dynatrain.train.muster`.
-
-        Args:
-            work: the collective; what it gives is equal on all ranks, and can be said in JSON.
-
-        Returns:
-            What ``work()`` gave, here or, where a loss has broken it here, on another rank.
-
-        Raises:
-            WorldLostError: it is broken on all ranks; :meth:`survivable` takes it.
-        """
-        return self._course.survival.couple(self.step, work)
 
     def step_parts(self, num_micro_batches: int) -> Iterator[range]:
         """The parts of the step under way, as numbers of micro-batches of the global batch; mostly one, the whole step.
