@@ -23,6 +23,7 @@ place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
 ``load``            ``step, checkpoint, layout``: the run went on from there
 ``loss``            ``switch, lost [{rank, member}], why, step, now, files, bytes, why_no_newer, redone, seconds``:
                     lost at step ``now``; the others went on from ``step``, of which every box was left
+``snapshot``        ``step, seconds, own_bytes, sent_bytes, keeper``: taken against losses, whole on rank 0; by rank
 ``not_admitted``    ``member, reason``: a newcomer whose crossing was given up; its process ends with code 0
 ``switch``          ``switch, phase, ...``: one line for each phase of a switch, then one with its outcome
 ==================  =========================================================================================
@@ -60,6 +61,7 @@ KINDS = frozenset(
         "newcomer",
         "overdue",
         "save",
+        "snapshot",
         "load",
         "loss",
         "not_admitted",

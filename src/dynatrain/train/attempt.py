@@ -24,6 +24,7 @@ from dynatrain.execute.census import DigestReport
 from dynatrain.execute.pages import give_up_spare
 from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.execute.rounds import Executor
+from dynatrain.plan.left import Left
 from dynatrain.plan.plan import Granule
 from dynatrain.space.box import Box
 from dynatrain.train.account import Account, mismatches, take
@@ -61,6 +62,7 @@ class Attempt(Preparation):
     _collects: bool = False
     _executor: Executor | None = None
     _old_pieces: Pieces = field(default_factory=dict)
+    _live_pieces: Pieces = field(default_factory=dict)
     _object_states: dict[str, Any] | None = None
     _old_leaves: dict[str, torch.Tensor] = field(default_factory=dict)
     _streams: Streams | None = None
@@ -100,9 +102,11 @@ class Attempt(Preparation):
             self._channel.at("quiesce")
             if self.way.crossing is not None and self.party.rank == 0:
                 self._tell()
-            self._old_pieces = stand_still(
+            self._live_pieces = self._old_pieces = stand_still(
                 self.party, self.old, self.target, inside=bool(self.order.after), gives_up=self._tight
             )
+            if self._goes_back:
+                self._old_pieces = self.note.own if self.note is not None else {}
             if self.loss is not None:
                 self._proved.stand_in(self.loss, self._old_pieces, self._kept)
             facts = facts_of(self.way, self.old, self.new)
@@ -174,11 +178,20 @@ class Attempt(Preparation):
             bind(self.party, self.old, self.new, self._executor.new)
             if self._files is not None and self.way.after is not None:
                 self._files.take_rest(self.new, self.way.after.rank, self.party.device)
+            elif self.note is not None:
+                self.note.take_rest(self.new, self.party.device)
 
-    def _kept(self, boxes: Mapping[Granule, Box]) -> Mapping[Granule, Piece]:
+    def _kept(self, owner: int, boxes: Mapping[Granule, Box]) -> Mapping[Granule, Piece]:
         """Pieces of the loss's step that this rank answers for and does not train with."""
+        if owner in self.wards:
+            return self.wards[owner]
         assert self._files is not None
         return self._files.pieces(boxes)
+
+    @property
+    def _goes_back(self) -> bool:
+        """Whether a loss has thrown the run back to an earlier step than that of the pieces that are trained with."""
+        return self.loss is not None and not Left(self.loss).live
 
     def _take_account(self, new: World) -> None:
         account = Account.from_text(self.party.board.peek(_ACCOUNT) or "")
@@ -236,7 +249,11 @@ class Attempt(Preparation):
 
     def _commit(self) -> None:
         assert self._executor is not None
-        self._executor.release()
+        if self._goes_back:
+            for piece in self._live_pieces.values():
+                self.party.memory.give_back(piece)
+        else:
+            self._executor.release()
         assert self.new is not None
         forget(self.party, self.new)
         self.way.commit(self.new)

@@ -148,7 +148,7 @@ class Course:
 
         @functools.wraps(original)
         def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._saver.before_a_write()
+            self._before_a_write()
             if self._settling:
                 self._settle()
             if self.doomed:
@@ -158,6 +158,10 @@ class Course:
 
         # A method, as schedulers that are made later expect of it.
         world.optimizer.step = MethodType(step, world.optimizer)  # type: ignore[method-assign]
+
+    def _before_a_write(self) -> None:
+        """Return when nothing that is about to be written is still to be copied."""
+        self._saver.before_a_write()
 
     def _update(self, make: Callable[[], Any]) -> Any:
         """Make the update of the step under way."""
@@ -241,7 +245,7 @@ class Course:
         self._abandoned = running
 
     def _begin(self, attempt: Attempt) -> None:
-        self._saver.before_a_write()
+        self._before_a_write()
         try:
             attempt.move(self._step, self._turns.books())
         except SwitchAbortedError as abort:

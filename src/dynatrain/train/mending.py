@@ -1,6 +1,7 @@
 """What one survivor does about one loss: the muster, the common step, and the crossing to what is left."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from dynatrain.execute.transport import sever
 from dynatrain.layout.layout import Layout
 from dynatrain.observe.checkpoints import checkpoint_name
 from dynatrain.plan.errors import PlanError
+from dynatrain.plan.left import Left
 from dynatrain.plan.loss import Restore, restore
 from dynatrain.plan.plan import Kept
 from dynatrain.space.ownership import Ownership
 from dynatrain.train.agreement import Objection, exchange
 from dynatrain.train.attempt import Attempt
-from dynatrain.train.muster import Coupled, Stand, decisive, live
+from dynatrain.train.keeping import Note
+from dynatrain.train.muster import Coupled, Stand, decisive, memory
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.passage import numbers, remainder
@@ -81,7 +84,7 @@ class Mending:
         Raises:
             SwitchAbortedError: a survivor was late, or is lost itself.
         """
-        return [Stand(**told | {"files": tuple(told["files"])}) for told in self._ask("stand", asdict(mine))]
+        return [Stand.read(told) for told in self._ask("stand", asdict(mine))]
 
     def restore(self, world: World, stands: list[Stand]) -> Restore:
         """From which step all go on, and where each box of it comes from; equal on all survivors.
@@ -94,7 +97,7 @@ class Mending:
         gone = [Kept(holder=one, owner=one, step=max(stand.step for stand in stands), live=True) for one in lost]
         files = {*stands[0].files}.intersection(*(stand.files for stand in stands))
         try:
-            kept = (*live(stands), *gone)
+            kept = (*memory(stands, numbers(self.loss)), *gone)
             self.found = restore(world.catalogue, self.old(world), lost=lost, kept=kept, files=files)
         except PlanError as error:
             raise MendError(f"{self.loss.why}; and what is left cannot go on: {error}") from error
@@ -105,15 +108,37 @@ class Mending:
         assert world.ownership is not None
         return Ownership(world.ownership.layout.over(numbers(self.loss)), world.ownership.placements)
 
-    def attempt(self, world: World, target: Layout, order: Order, found: Restore, root: Path | None) -> Attempt:
-        """The crossing to what is left, not yet begun; ``root`` has the checkpoints."""
+    def attempt(
+        self, world: World, target: Layout, order: Order, found: Restore, root: Path | None, notes: Sequence[Note]
+    ) -> Attempt:
+        """The crossing to what is left, not yet begun.
+
+        Args:
+            world: that has lost members.
+            target: layout to come.
+            order: the crossing.
+            found: what all go on from.
+            root: has the checkpoints.
+            notes: of snapshots, in this rank's memory.
+        """
         for part in world.parts:
             drop_gathered(part)
         seen = replace(world, ownership=self.old(world))
         way = remainder(self.party, self.loss, order)
         step = found.loss.files
         path = None if step is None or root is None else root / checkpoint_name(step)
-        return Attempt(way=way, order=order, target=target, old=seen, loss=found.loss, checkpoint=path)
+        note = next((note for note in notes if note.step == found.loss.step and note.own_whole), None)
+        wards = {numbers(self.loss)[ward]: kept for ward, kept in note.wards.items()} if note else {}
+        return Attempt(
+            way=way,
+            order=order,
+            target=target,
+            old=seen,
+            loss=found.loss,
+            checkpoint=path,
+            note=None if Left(found.loss).live else note,
+            wards=wards,
+        )
 
     def order(self, stands: list[Stand]) -> Order:
         """The crossing as an order; its number and turn follow the last that any survivor knows of."""

@@ -18,9 +18,9 @@ An update that talks to other ranks itself (Muon's and Adafactor's do) can be br
 trains with is then of no step, and counts for nothing: its boxes come from others, or from an older step.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from dynatrain.plan.plan import Kept
 
@@ -44,6 +44,7 @@ class Stand:
         turn: of the next order.
         switches: how many the run has had.
         files: steps of complete checkpoints that it sees, ascending.
+        notes: snapshots in its memory: ``(step, whether its own is whole, wards by old rank, whether theirs are)``.
     """
 
     step: int
@@ -52,12 +53,27 @@ class Stand:
     turn: int
     switches: int
     files: tuple[int, ...] = ()
+    notes: tuple[tuple[int, bool, tuple[int, ...], bool], ...] = ()
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> Self:
+        """From what JSON made of its fields."""
+        notes = tuple((step, own, tuple(wards), whole) for step, own, wards, whole in told["notes"])
+        return cls(**{**told, "files": tuple(told["files"]), "notes": notes})
 
 
-def live(stands: Sequence[Stand]) -> tuple[Kept, ...]:
-    """What survivors train with, as the planner knows memory, by holder."""
-    return tuple(
-        Kept(holder=holder, owner=holder, step=stand.step, live=True)
-        for holder, stand in enumerate(stands)
-        if not stand.torn
-    )
+def memory(stands: Sequence[Stand], numbers: Sequence[int]) -> tuple[Kept, ...]:
+    """What survivors have in memory, as the planner knows it.
+
+    Args:
+        stands: by survivor, whose number is the holder's.
+        numbers: the holder of each old rank.
+    """
+    found = []
+    for holder, stand in enumerate(stands):
+        if not stand.torn:
+            found.append(Kept(holder=holder, owner=holder, step=stand.step, live=True))
+        for step, own, wards, whole in stand.notes:
+            found.append(Kept(holder=holder, owner=holder, step=step, complete=own))
+            found += [Kept(holder=holder, owner=numbers[ward], step=step, complete=whole) for ward in wards]
+    return tuple(found)

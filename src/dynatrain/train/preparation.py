@@ -8,6 +8,7 @@ import gc
 import itertools
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from dynatrain.train.install import (
     report,
     values_alone,
 )
+from dynatrain.train.keeping import Note
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
@@ -56,6 +58,8 @@ class Preparation:
         began: when it was started, in seconds of the monotonic clock.
         loss: of old ranks, and what is left; None where all are there.
         checkpoint: that a loss has thrown the run back to; None where it has not.
+        note: this rank's own of the snapshot that a loss has thrown the run back to; likewise.
+        wards: what it keeps of others, by their numbers here; likewise.
     """
 
     way: Passage
@@ -68,6 +72,8 @@ class Preparation:
     began: float = 0.0
     loss: Loss | None = None
     checkpoint: Path | None = None
+    note: Note | None = None
+    wards: Mapping[int, Pieces] = field(default_factory=dict)
     _files: Files | None = None
     _fetches: tuple[Fetch, ...] = ()
     _channel: Channel = field(init=False)
@@ -200,6 +206,9 @@ class Preparation:
         assert self.new is not None
         part, transport = self.blueprint.part, self._channel.transport("moves")
         self._moves = Exchange(plan=part, catalogue=self.old.catalogue, transport=transport, pool=self.party.memory)
+        for pieces in self.wards.values():
+            for granule, piece in pieces.items():
+                self._moves.kept.setdefault(granule, []).append(piece)
         self._staging = self._moves.warm()
         if self.way.comes:
             self._live = self.new.pieces(self.party.rank, self.party.device)

@@ -1,7 +1,9 @@
 """Whether a switch changed a bit: digests of the old world and of the new one, compared by all ranks together."""
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from dynatrain.space.box import Box, whole
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue
 
-Kept = Callable[[Mapping[Granule, Box]], Mapping[Granule, Piece]]
+Kept = Callable[[int, Mapping[Granule, Box]], Mapping[Granule, Piece]]
 
 _SHOWN = 4
 """Pieces that differ and are named; the rest is counted."""
@@ -169,21 +171,23 @@ def in_place_of_lost(
         rank: this rank.
         loss: who is lost, and what is left.
         pieces: this rank's own, of the loss's step.
-        kept: gives pieces of the loss's step that are not this rank's own: out of files.
+        kept: ``kept(owner, boxes)``: pieces of the loss's step that are another's: of a ward, or out of files.
     """
-    left, found, read = Left(loss), dict[int, dict[Granule, Piece]](), dict[int, dict[Granule, Box]]()
+    left, found, read = Left(loss), dict[int, Any](), dict[int, dict[Granule, Box]]()
     survivors = sorted({*old.layout.ranks} - loss.lost)
     for granules, box, owners, _ in cells(catalogue, old):
         gone = {*owners} - left.own
         holders = left.holders(owners) if gone else ()
-        if holders and holders[0] == rank:
-            for owner in gone:
+        for owner in gone:
+            if (holders[0] if holders else survivors[owner % len(survivors)]) != rank:
+                continue
+            if holders and rank in owners:
                 found.setdefault(owner, {}).update({granule: pieces[granule] for granule in granules})
-        elif gone and not holders:
-            for owner in gone:
-                if survivors[owner % len(survivors)] == rank:
-                    read.setdefault(owner, {}).update(dict.fromkeys(granules, box))
-    return {**found, **{owner: kept(boxes) for owner, boxes in read.items()}}
+            else:
+                read.setdefault(owner, {}).update(dict.fromkeys(granules, box))
+    for owner, boxes in read.items():
+        found[owner] = ChainMap(found.get(owner, {}), kept(owner, boxes))
+    return found
 
 
 def _total(shares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -30,9 +30,11 @@ from dynatrain.layout.text import print_layout
 from dynatrain.observe.atomic import write_atomically
 from dynatrain.observe.log import Log
 from dynatrain.observe.run import RunFolder
+from dynatrain.plan.keepers import Keepers
 from dynatrain.plan.loss import Restore
 from dynatrain.plan.summary import PlanSummary, floor_seconds
 from dynatrain.train.attempt import Attempt
+from dynatrain.train.keeping import Note
 from dynatrain.train.order import Order
 from dynatrain.train.probe import Rates
 from dynatrain.train.saver import Saved
@@ -151,6 +153,12 @@ class Recorder:
         told = found.told(self._global_sequences) | {"lost": ranks, "why": loss.why, "seconds": seconds}
         self._write(number, _LOSS, json.dumps(told, indent=1) + "\n")
         self._log.write("loss", switch=number, **told)
+
+    def kept(self, note: Note, keepers: Keepers) -> None:
+        """A snapshot is whole on this rank."""
+        if self._rank == 0:
+            told = {"step": note.step, "seconds": note.seconds, "own_bytes": keepers.own_bytes}
+            self._log.write("snapshot", **told, sent_bytes=keepers.sent_bytes, keeper=keepers.keeper)
 
     def saved(self, saved: Saved) -> None:
         """A save has ended, well or not."""

@@ -11,6 +11,7 @@ from dynatrain.train.attempt import Attempt
 from dynatrain.train.course import Course
 from dynatrain.train.files import complete_steps
 from dynatrain.train.gradients import forget
+from dynatrain.train.keeping import Keeping, Keeps, Note
 from dynatrain.train.mending import Mending
 from dynatrain.train.muster import Stand
 from dynatrain.train.party import Party
@@ -26,14 +27,17 @@ class SurvivingCourse(Course):
     Args:
         party: this rank.
         world: the first one.
+        keeps: how snapshots are kept; None for not at all.
         **more: as of :class:`~dynatrain.train.course.Course`.
 
     Attributes:
         survival: this rank's way through losses.
     """
 
-    def __init__(self, party: Party, world: World, **more: Any) -> None:
+    def __init__(self, party: Party, world: World, *, keeps: Keeps | None, **more: Any) -> None:
         self.survival = Survival(party)
+        self._keeps = keeps if keeps is not None and keeps.every and self.survival.on else None
+        self._keeping: Keeping | None = None
         self._broken = False
         super().__init__(party, world, **more)
 
@@ -44,8 +48,30 @@ class SurvivingCourse(Course):
             self._mend(mending)
         if not self.left:
             self._go_on()
+        if not (self.left or self.stopped):
             self.survival.begin(self._step, self.world)
+            self._keep()
         return self._step
+
+    def _keep(self) -> None:
+        """Take a snapshot where one is due; not of a layout that may still be taken back."""
+        if self._keeps is None or self._settling:
+            return
+        if self._keeping is None or self._keeping.world is not self.world:
+            if self._keeping is not None:
+                self._keeping.end()
+            told = self._recorder.kept if self._recorder else lambda _note, _keepers: None
+            self._keeping = Keeping(self._party, self.world, self._keeps, self._turns.switches, told)
+        self._keeping.edge(self._edge, self._step)
+
+    @property
+    def _notes(self) -> tuple[Note, ...]:
+        return self._keeping.notes if self._keeping is not None else ()
+
+    def _before_a_write(self) -> None:
+        super()._before_a_write()
+        if self._keeping is not None:
+            self._keeping.before_a_write()
 
     def step_ended(self) -> bool:
         """The loop's step is over; whether it counts, which one that was broken off before its update does not."""
@@ -103,6 +129,8 @@ class SurvivingCourse(Course):
             self._turns.answer(self._order, "aborted", why)
         self._order = self._start = None
         self._saver.give_up(why)
+        if self._keeping is not None:
+            self._keeping.give_up()
         self.pause = self.done = 0
         forget(self._party, self.world)
 
@@ -116,13 +144,14 @@ class SurvivingCourse(Course):
             turn=turns.turn,
             switches=turns.switches,
             files=complete_steps(self._saver.root),
+            notes=tuple((note.step, note.own_whole, tuple(note.wards), note.wards_whole) for note in self._notes),
         )
         stands = mending.stand(mine)
         found = mending.restore(self.world, stands)
         order = self._order = mending.order(stands)
         self._step, self._edge = found.loss.step, max(stand.edge for stand in stands)
         target = self._read(order.layout, len(order.members))
-        attempt = self._attempt = mending.attempt(self.world, target, order, found, self._saver.root)
+        attempt = self._attempt = mending.attempt(self.world, target, order, found, self._saver.root, self._notes)
         if mending.number == 0:
             assert self._party.worlds is not None
             forget_others(self._party.worlds.run, self._party.generation, order.generation)

@@ -36,6 +36,7 @@ from dynatrain.train.blueprint import check_mode
 from dynatrain.train.copies import UnequalCopies, check_policy
 from dynatrain.train.first import Initial, blank, first_world, join, register
 from dynatrain.train.install import survey
+from dynatrain.train.keeping import Keeps
 from dynatrain.train.loading import Rename, load
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saved, Saver, SavingError
@@ -83,6 +84,7 @@ class Switcher(Survivable):
         data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; with
             ``fixed``, a loop in which FSDP2 averages gradients keeps its number of data ranks.
         saves: where and when the job is saved; None for never.
+        keeps: how often snapshots are taken against losses; None for never.
         save_at_stop: a job that is saved is also saved when it is stopped.
         on_saved: told of every save that has ended, well or not.
         switches_before: how many the run has had before; the next one's number counts from there.
@@ -121,6 +123,7 @@ class Switcher(Survivable):
         device: torch.device | None = None,
         memory: Pool | None = None,
         saves: Saves | None = None,
+        keeps: Keeps | None = None,
         save_at_stop: bool = True,
         on_saved: Callable[[Saved], None] = lambda _saved: None,
         switches_before: int = 0,
@@ -168,6 +171,7 @@ class Switcher(Survivable):
                 read=self._read,
                 recorder=recorder,
                 save_at_stop=save_at_stop,
+                keeps=keeps,
             )
             if arrival:
                 return  # what the job holds, the crossing tells
