@@ -172,6 +172,16 @@ class Save(Section):
     """Seconds from SIGTERM to the last save's end; then all ranks are ended, saved or not."""
 
 
+class Loss(Section):
+    """What is done against the loss of ranks without warning, beside copies and checkpoints."""
+
+    snapshot_steps: WholeNumber = 0
+    """Steps between two snapshots in memory: of all that a rank trains with in its own, of what it alone has in that of
+    another; a run that loses ranks goes back that many steps at most. 0 for none."""
+    snapshot_mib_per_second: Positive = 50.0
+    """Most that a rank sends of a snapshot, in MiB a second."""
+
+
 class Switch(Section):
     """One scheduled change of layout."""
 
@@ -206,5 +216,6 @@ class RunConfig(Section):
     validation: Validation = Validation()
     switching: Switching = Switching()
     save: Save = Save()
+    loss: Loss = Loss()
     switch: tuple[Switch, ...] = ()
     """Scheduled changes of layout, in the order of their steps."""
