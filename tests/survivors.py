@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from tests import jobs, ranks
-from tests.jobs import Asking, Books, distance
+from tests.jobs import Asking, distance
 
 from dynatrain.cluster.alarm import Alarm, put_up
 from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
@@ -37,6 +37,26 @@ class Fall:
     denied: tuple[int, ...] = ()
 
 
+class Books(jobs.Books):
+    """Keeps what became of every switch, and what each loss has cost."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.kept_steps = [], []
+
+    def enter(self, *where):
+        pass
+
+    def mended(self, number, loss, found, seconds):
+        self.losses.append((number, loss.lost, found.told(1), seconds))
+
+    def kept(self, note, keepers):
+        self.kept_steps.append((note.step, note.seconds, keepers.sent_bytes))
+
+    def saved(self, saved):
+        pass
+
+
 @dataclass
 class Plant:
     """The faults of one member, as its loop comes to them."""
@@ -59,7 +79,7 @@ class Plant:
                 raise RuntimeError("gloo: planted")
 
 
-def survive(case, layout, size, falls, visits, seconds=60, **more):
+def survive(case, layout, size, falls, visits, seconds=25, **more):
     """Train on ``size`` members that fall as told; what each saw, None of the fallen."""
 
     def work(world):
@@ -120,7 +140,7 @@ def _train(world, case, layout, size, falls, visits, more):
         timeout=timedelta(seconds=60),
     )
     job, data, books = case.job(), Asking(case.data()), Books()
-    given = {"board": None, "store": None, "worlds": worlds, "recorder": books, "deadline": 15.0}
+    given = {"board": None, "store": None, "worlds": worlds, "recorder": books, "deadline": 6.0}
     sw = jobs.switcher(job, world, layout, **given | more)
     plant = Plant(world.store, world.rank, falls)
     _patch(plant, sw)
@@ -134,7 +154,7 @@ def _train(world, case, layout, size, falls, visits, more):
         found["began"].append(time.monotonic())
 
     Trainer(job, data, sw, after).run(case.steps)
-    return found | {"left": sw.left, "switches": books.switches}
+    return found | {"left": sw.left, "switches": books.switches, "losses": books.losses, "kept": books.kept_steps}
 
 
 def _patch(plant, sw):

@@ -82,7 +82,7 @@ def test_where_no_memory_has_it_the_last_checkpoint_does(tmp_path):
 def test_where_nothing_is_left_it_says_of_each_step_what_is_missing():
     case = case_of(4, shape=SHALLOW)
     falls = (Fall(1, 2, "begin", "dp1", (0,)),)
-    losses, visits = jobs.expected(case)
+    _, visits = jobs.expected(case)
 
     found = survive(case, "fsdp2", 2, falls, visits)
 

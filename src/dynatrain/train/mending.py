@@ -25,9 +25,6 @@ from dynatrain.train.passage import numbers, remainder
 from dynatrain.train.torch_private import drop_gathered, process_groups
 from dynatrain.train.world import World
 
-NEWS_SECONDS = 60.0
-"""From a broken collective to the news of who is lost; where none comes, it was no loss that broke it."""
-
 JOIN_SECONDS = 0.02
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dynatrain.cluster.alarm import Alarm
 from dynatrain.train.agreement import SwitchAbortedError
-from dynatrain.train.mending import NEWS_SECONDS, MendError, Mending, WorldLostError, release
+from dynatrain.train.mending import MendError, Mending, WorldLostError, release
 from dynatrain.train.muster import Coupled
 from dynatrain.train.party import Party
 from dynatrain.train.streams import Streams
@@ -63,7 +63,7 @@ class Survival:
             return False
         if self._alarm.beyond(self._party.generation):
             return True
-        return _of_a_collective(error) and self._alarm.wait(self._party.generation, NEWS_SECONDS) is not None
+        return _of_a_collective(error) and self._alarm.wait(self._party.generation, self._party.patience) is not None
 
     # The coupling.
 
@@ -120,7 +120,7 @@ class Survival:
             MendError: there is none.
         """
         assert self._alarm is not None
-        if self._alarm.wait(mending.loss.generation, NEWS_SECONDS) is None:
+        if self._alarm.wait(mending.loss.generation, self._party.patience) is None:
             raise MendError(f"{mending.loss.why}; and what is left cannot go on: {why}")
 
     # What a step begins with.
