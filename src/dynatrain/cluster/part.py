@@ -99,7 +99,7 @@ class Part:
 
     def _begin(self, summons: Summons) -> None:
         """Do at once what a stage asks for."""
-        if summons.lost and summons.stage in {"coming", "asked"}:
+        if summons.lost:
             self._begin_anew(summons)
         if summons.stage == "coming":
             self.lost = ""
@@ -114,7 +114,7 @@ class Part:
         self.heard = summons.mark
 
     def _begin_anew(self, summons: Summons) -> None:
-        """After a loss: how the crossing before has come out, this agent need not have heard.
+        """After a loss: how the crossing before has come out, this agent need not have heard, nor of this one's stages.
 
         Who is in neither world, or is taken for lost and lives, is ended: it would train on beside the others.
         """
