@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -23,7 +24,7 @@ def events(run, kind):
 
 
 def kill(run, process, rank):
-    """``kill -9`` of a rank that has made steps; its number of steps, and the seconds until the others made the next."""
+    """``kill -9`` of a rank; the last step before it, and the seconds until the others have made the next."""
     until(lambda: len(steps_of(run)) > 6, process)
     pid = events(run, "ranks_started")[0]["pids"][rank]
     before, began = steps_of(run)[-1]["step"], time.time()
@@ -47,7 +48,9 @@ def test_a_run_goes_on_without_a_killed_rank_whose_shards_have_copies(place):
     for line in lines:
         assert line["samples"] == batch_ids(SEED, line["step"], BATCH, len(samples)).tolist()
     (loss,) = events(run, "loss")
-    print(f"{seconds:.2f} s from the kill to the end of the next step; {loss['seconds']:.2f} s from the news")
+    sys.stdout.write(
+        f"{seconds:.2f} s from the kill to the end of the next step; {loss['seconds']:.2f} s from the news\n"
+    )
     assert loss["lost"] == [{"rank": 3, "member": 3}]
     assert "was killed by SIGKILL, in phase train, step" in loss["why"]
     assert (loss["step"], loss["redone"]["steps"]) == (loss["now"], 0)

@@ -90,7 +90,10 @@ class Vitals:
 
     def _cause(self) -> str:
         """The first bad end; it may be that of a leaver, which alone would not have mattered."""
-        return self._say(first_cause(filter(ended_badly, self._ends())))
+        bad = [end for end in self._ends() if ended_badly(end)]
+        said = self._say(first_cause([end for end in bad if end.member not in self.fallen] or bad))
+        lost = "; ".join(self.fallen.values())
+        return f"{lost}; then {said}" if lost and lost not in said else said
 
     def _say(self, end: Report) -> str:
         return f"{self._part.name(end.member)} {say_end(end)}, in {self._pulse.last(end.member)}"
