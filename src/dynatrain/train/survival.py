@@ -34,7 +34,7 @@ class Survival:
         self._coupled: Coupled | None = None
         self._mending: Mending | None = None
         self._decided: Coupled | None = None
-        self._begun = -1
+        self._begun: tuple[int, World] | None = None
         self._streams: Streams | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.torn = False
@@ -130,18 +130,22 @@ class Survival:
         self.torn = False
         if self._alarm is None:
             return
-        self._begun = step
+        self._begun = step, world
         self._streams = Streams.read(self._party.device)
         held = [local_tensor(entry.value) for entry in world.found.values() if entry.kind == "buffer"]
         self._buffers = [(buffer, buffer.clone()) for buffer in held]
 
-    def take_back(self, step: int) -> None:
-        """Put it back where the step that comes next is one that was broken off."""
-        if self._begun == step and not self.torn:
-            assert self._streams is not None
-            self._streams.restore(self._party.device)
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
+    def take_back(self, step: int, world: World) -> None:
+        """Put it back where the step that comes next is one that was broken off.
+
+        Not into another world than it began in: that of a switch that was taken back, and its streams with it.
+        """
+        if self._begun is None or self._begun[0] != step or self._begun[1] is not world or self.torn:
+            return
+        assert self._streams is not None
+        self._streams.restore(self._party.device)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
 
 
 def _of_a_collective(error: RuntimeError) -> bool:

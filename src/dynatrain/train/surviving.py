@@ -105,7 +105,7 @@ class SurvivingCourse(Course):
         self.survival.muster()
         if mending is not self.survival.mending:
             return
-        self.survival.take_back(self._step)
+        self.survival.take_back(self._step, self.world)
         try:
             attempt = self._agree(mending)
             mending.prepare(attempt)
