@@ -79,7 +79,7 @@ class Plant:
                 raise RuntimeError("gloo: planted")
 
 
-def survive(case, layout, size, falls, visits, seconds=25, **more):
+def survive(case, layout, size, falls, visits, seconds=100, **more):
     """Train on ``size`` members that fall as told; what each saw, None of the fallen."""
 
     def work(world):
@@ -140,7 +140,7 @@ def _train(world, case, layout, size, falls, visits, more):
         timeout=timedelta(seconds=60),
     )
     job, data, books = case.job(), Asking(case.data()), Books()
-    given = {"board": None, "store": None, "worlds": worlds, "recorder": books, "deadline": 6.0}
+    given = {"board": None, "store": None, "worlds": worlds, "recorder": books, "deadline": 30.0}
     sw = jobs.switcher(job, world, layout, **given | more)
     plant = Plant(world.store, world.rank, falls)
     _patch(plant, sw)

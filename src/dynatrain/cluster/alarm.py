@@ -52,6 +52,7 @@ class Alarm:
         self._seen = int(store.add(LOSSES, 0)) if joins else 0
         self._changed = threading.Condition()
         self._loss: Summons | None = None
+        self._rings = False
         self._thread: threading.Thread | None = None
 
     def arm(self, release: Callable[[], None]) -> None:
@@ -70,6 +71,11 @@ class Alarm:
         """The newest loss that leads to a later world than ``generation``; None where there is none."""
         loss = self._loss
         return loss if loss is not None and loss.generation > generation else None
+
+    @property
+    def rings(self) -> bool:
+        """Whether connections are being closed at this moment: what raises now is no mistake of the loop's."""
+        return self._rings
 
     def words(self, generation: int) -> str:
         """Why a world, or the crossing into it, cannot go on as it is; empty where it can."""
@@ -92,7 +98,9 @@ class Alarm:
             except DistError:
                 return  # without the store there is no world: the main thread meets the same
             self._seen += 1
+            self._rings = True
             release()
             with self._changed:
                 self._loss = loss
+                self._rings = False
                 self._changed.notify_all()

@@ -24,7 +24,7 @@ from dynatrain.space.box import Box, whole
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue
 
-Kept = Callable[[int, Mapping[Granule, Box]], Mapping[Granule, Piece]]
+Elsewhere = Callable[[int, Mapping[Granule, Box]], Mapping[Granule, Piece]]
 
 _SHOWN = 4
 """Pieces that differ and are named; the rest is counted."""
@@ -81,7 +81,7 @@ class Proof:
         assert self.before is not None
         return unequal_copies(_total(self.before, group), self.catalogue, self.old, self.new)
 
-    def stand_in(self, loss: Loss, pieces: Pieces, kept: Kept) -> None:
+    def stand_in(self, loss: Loss, pieces: Pieces, kept: Elsewhere) -> None:
         """After a loss, before :meth:`note`: answer for those who have not the state of the step.
 
         Arguments as of :func:`in_place_of_lost`.
@@ -157,7 +157,7 @@ class Proof:
 
 
 def in_place_of_lost(
-    catalogue: Catalogue, old: Ownership, rank: int, loss: Loss, pieces: Pieces, kept: Kept
+    catalogue: Catalogue, old: Ownership, rank: int, loss: Loss, pieces: Pieces, kept: Elsewhere
 ) -> dict[int, Mapping[Granule, Piece]]:
     """The pieces for which ``rank`` answers in the digests in place of ranks that have not the state of the step.
 

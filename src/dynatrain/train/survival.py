@@ -61,9 +61,9 @@ class Survival:
         """Whether a loss is behind an error of the loop; waits for the news where a collective is broken."""
         if self._alarm is None or not isinstance(error, RuntimeError):
             return False
-        if self._alarm.beyond(self._party.generation):
-            return True
-        return _of_a_collective(error) and self._alarm.wait(self._party.generation, self._party.patience) is not None
+        if not (self._alarm.beyond(self._party.generation) or self._alarm.rings or _of_a_collective(error)):
+            return False
+        return self._alarm.wait(self._party.generation, self._party.patience) is not None
 
     # The coupling.
 
@@ -150,4 +150,4 @@ class Survival:
 
 def _of_a_collective(error: RuntimeError) -> bool:
     """Whether an error may be that of a process group: gloo's have no class of their own."""
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "nccl"))
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "pair closure"))
