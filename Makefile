@@ -23,11 +23,12 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/dynatrain demo
 
-test: $(READY)
-	$(PYTEST) -m "not sweep and not gpu"
+test: unit
+	$(PYTEST) -m "not sweep and not gpu" tests/dist
 
+# Each of these has one process at work; the ranks of tests/dist share the cores among themselves.
 unit: $(READY)
-	$(PYTEST) -m "not sweep and not gpu" tests/unit tests/props tests/sim
+	$(PYTEST) -n logical -m "not sweep and not gpu" tests/unit tests/props tests/sim
 
 # Real matrices come in a package; where it cannot be had, the test that wants them fails by name.
 sweep: $(READY)

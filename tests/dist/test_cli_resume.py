@@ -53,7 +53,7 @@ def training(place, name, *words):
     process = subprocess.Popen(
         command,
         cwd=place,
-        env=environment() | {PACE: "0.3"},
+        env=environment() | {PACE: "0.15"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

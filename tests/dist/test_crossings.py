@@ -179,5 +179,7 @@ def test_nothing_grows_over_ten_crossings():
 
     check(stops, found, losses)
     for member in small:
-        _, _, early, *_, late = found[member]["books"]
+        _, _, early, *between, late = found[member]["books"]
+        # Votes under way while they are counted differ by a few; a key that stays, by one each crossing.
+        assert late.pop("keys") - early.pop("keys") < len(between)
         assert late == early

@@ -18,9 +18,9 @@ PLAIN = experts_shape(replace(QWEN3_MOE, router_aux_loss_coef=0.1), num_key_valu
 TOURS = {
     "dealt out": (SHAPE, ("fsdp4.ep4", "fsdp2.tp2.ep2", "fsdp4")),
     "stages and contexts": (SHAPE, ("pp2.fsdp2.ep2", "fsdp2.cp2-ring.ep2.etp2")),
-    "softmax": (PLAIN, ("fsdp2.tp2.ep2.etp2", "cp2-ulysses.fsdp2.ep2", "tp4-sp.ep4")),
 }
 LONG = {
+    "softmax": (PLAIN, ("fsdp2.tp2.ep2.etp2", "cp2-ulysses.fsdp2.ep2", "tp4-sp.ep4")),
     "etp is not tp": (SHAPE, ("tp4.ep2", "dp2.fsdp2.ep2", "fsdp2.tp2-sp.etp2", "cp2.tp2.ep4")),
     "latents in context": (SHAPE, ("cp4", "cp2.tp2-sp", "cp4-ring.ep2", "cp4-ulysses.etp4", "dp2.cp2.ep2")),
     "softmax, everywhere": (PLAIN, ("dp4", "fsdp4.etp4", "tp4.etp2", "pp2.tp2.ep2", "dp2.tp2-sp.ep2", "fsdp4-z1.ep2")),

@@ -165,7 +165,12 @@ def right():
     return expected(SHORT)[1]
 
 
-@pytest.mark.parametrize("name", ["nothing", *FAULTS])
+ONE = ("nothing", "counters lost")
+
+
+@pytest.mark.parametrize(
+    "name", [*ONE, *(pytest.param(name, marks=pytest.mark.sweep) for name in FAULTS if name not in ONE)]
+)
 def test_planted_faults_are_seen(monkeypatch, name, right):
     if name in FAULTS:
         monkeypatch.setattr(*FAULTS[name])

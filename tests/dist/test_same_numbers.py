@@ -49,6 +49,14 @@ def test_a_tied_embedding_with_two_holders_and_norms_of_heads_change_nothing():
     assert losses <= 1e-12
 
 
+def test_ranks_without_any_row_of_the_vocabulary_change_nothing():
+    """Five rows over four ranks are 2, 2, 1 and 0: torch's own lookup fails on the last one."""
+    tied = replace(TIED, vocab_size=5)
+    states, losses = furthest(Case(tour=("tp4-sp", "fsdp2.tp2", "tp4"), steps_each=2, shape=tied))
+
+    assert max(states, losses) <= 1e-12
+
+
 def test_biases_and_learned_positions_and_dropped_attention_change_nothing():
     """GPT-2's form: two ranks in each way to cut it, then the products, with one tensor for embedding and head."""
     tied = replace(GPT2, tie_word_embeddings=True, num_hidden_layers=4, vocab_size=61)

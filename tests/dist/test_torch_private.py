@@ -14,6 +14,7 @@ from tests.ranks import run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +31,7 @@ from dynatrain.train.torch_private import (
     named_group,
     own_default,
     padded_numels,
+    reduce_empty_gradients,
     scheduled,
     set_buffer,
     shard_of,
@@ -278,6 +280,19 @@ def test_adopt_padded():
     full, short = everywhere(2, work)
     assert full == [(True, right), (True, right)]
     assert short == [(True, right), (False, right)]  # untold, FSDP2 copies the short shard out of its storage
+
+
+def test_reduce_empty_gradients():
+    def pack(grads):
+        packed = torch.zeros(3)
+        fsdp_collectives.foreach_reduce_scatter_copy_in(grads, packed, 1)
+        return packed.tolist()
+
+    with pytest.raises(RuntimeError, match="non-empty"):  # torch's own
+        torch_private._PACK([torch.ones(0, 4), torch.ones(3)], torch.zeros(3), 1)
+    reduce_empty_gradients()
+    assert pack([torch.ones(0, 4), torch.ones(3)]) == [1.0] * 3
+    assert pack([torch.ones(0, 4)]) == [0.0] * 3
 
 
 def test_local_tensor():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli import ROOT, dynatrain
+from tests.pace import allowed
 
 from dynatrain.app import main as main_module
 from dynatrain.app.ask import ask
@@ -58,11 +59,11 @@ def busy(*words, cwd):
 
 
 def test_help_takes_less_than_0_4_seconds(tmp_path):
-    assert min(busy("--help", cwd=tmp_path) for _ in range(3)) < 0.4
+    assert min(busy("--help", cwd=tmp_path) for _ in range(3)) < allowed(0.4)
 
 
 def test_a_small_plan_takes_less_than_0_8_seconds(tmp_path):
-    assert min(busy("plan", "dp4", "fsdp2.tp2", "--model", "tiny", cwd=tmp_path) for _ in range(3)) < 0.8
+    assert min(busy("plan", "dp4", "fsdp2.tp2", "--model", "tiny", cwd=tmp_path) for _ in range(3)) < allowed(0.8)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -375,7 +376,9 @@ def test_plan_moves_the_state_of_the_optimizer_that_is_named(name, monkeypatch, 
 def test_a_rank_s_part_of_a_plan_of_1024_ranks_is_shown_and_the_whole_judged_in_5_s(tmp_path):
     # That the part takes under 20 ms is held by test_plan_at_size, which can repeat it in one process.
     words = ("plan", "pp8.fsdp16.tp8", "pp4.fsdp16.tp16", "--model", "llama-3.1-70b", "--rank", "0", "--judge")
-    assert busy(*words, cwd=tmp_path) < 5  # start-up, the whole plan and its judgement together
+    assert min(busy(*words, cwd=tmp_path) for _ in range(2)) < allowed(
+        5
+    )  # start-up, the whole plan and its judgement together
     record = dynatrain(*words, "--json", cwd=tmp_path, timeout=200).record
     assert record["verdict"] == {"ok": True, "problems": []}
     assert record["part"]["receives"]

@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from tests.pace import allowed
 from tests.plans.cases import layout
 
 from dynatrain.judge.judge import judge_whole
@@ -36,7 +37,7 @@ def test_one_rank_derives_its_part_in_20_ms(case):
         part = rank_plan(tensors, old, new, 0, schedule)
         seconds.append(time.process_time() - start)
     assert part.receives
-    assert min(seconds) < 0.020, seconds
+    assert min(seconds) < allowed(0.020), seconds
 
 
 def test_one_rank_derives_its_part_of_a_crossing_in_20_ms(case):
@@ -49,7 +50,7 @@ def test_one_rank_derives_its_part_of_a_crossing_in_20_ms(case):
         seconds.append(time.process_time() - start)
     assert [bool(part.receives) for part in parts] == [False, True, True]
     assert [bool(part.sends) for part in parts] == [True, True, False]
-    assert min(seconds) < 0.020, seconds
+    assert min(seconds) < allowed(0.020), seconds
 
 
 def test_the_whole_plan_is_built_summarised_and_judged_in_5_s(case):
@@ -58,7 +59,7 @@ def test_the_whole_plan_is_built_summarised_and_judged_in_5_s(case):
     plan = whole_plan(tensors, old, new, schedule)
     summary = summarise(tensors, old, new, plan, stored)
     verdict = judge_whole(tensors, old, new, plan, budget_bytes=default_budget(stored))
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < allowed(5)
     assert verdict.ok
     assert summary.moved + sum(summary.relaid) + sum(summary.adopted) == sum(
         count.expected for count in verdict.coverage.values()

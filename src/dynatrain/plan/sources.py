@@ -15,9 +15,10 @@ The rule, for a target rank that needs a part of a source cell:
 After a loss (``plan.left``) only those count as holders that have the cell of the step from which the run goes on; a
 keeper has its wards' cells beside its own.
 
-Among several, they take turns. The turn is the target's number among those that need the cell, plus the tensor's number
-among the tensors that lie alike (its *family*): so the replicas of a cell share its targets, and where a cell has fewer
-targets than replicas they share the tensors.
+Among several, they take turns. The turn is the target's number among those that need the cell, plus the tensor's
+number, counted through the tensors that lie alike (its *family*) and on through the next family: so the replicas of a
+cell share its targets, and where a cell has fewer targets than replicas they share the tensors. Counted anew in every
+family, the first replica would send what there is one of: embedding, head and the first layer's tensors.
 """
 
 import itertools
@@ -159,6 +160,7 @@ class Family:
         self.old = old
         self.new = new
         self.items: list[Item] = []
+        self.first = 0  # number of the first item, counted through all families
         self._left = left
         self._ranks_per_node = ranks_per_node
         self._needs: dict[Cell, list[tuple[Cell, Box]]] = {}
@@ -215,7 +217,7 @@ class Family:
         if self._ranks_per_node is not None:
             node = target // self._ranks_per_node
             sources = tuple(rank for rank in sources if rank // self._ranks_per_node == node) or sources
-        turn = self._turn(cell, target, target_cell) if len(sources) > 1 else 0
+        turn = self.first + self._turn(cell, target, target_cell) if len(sources) > 1 else 0
         return Cut(box, cell, sources, turn)
 
     def _turn(self, cell: Cell, target: int, target_cell: Cell) -> int:
@@ -283,6 +285,9 @@ def families(
                 add(item, tensor.shape, before, after)
             else:
                 add(item, tensor.state_shape(state), old.placed(tensor, state), new.placed(tensor, state))
+    first = 0
+    for family in found.values():
+        family.first, first = first, first + len(family.items)
     return tuple(found.values())
 
 

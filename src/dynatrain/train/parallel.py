@@ -37,7 +37,8 @@ from dynatrain.train.head_copies import copy_heads
 from dynatrain.train.recompute import recompute_blocks
 from dynatrain.train.reduction import TreeReduceScatter, tree_all_reduce
 from dynatrain.train.step import shared_tokens
-from dynatrain.train.torch_private import share_shard
+from dynatrain.train.torch_private import reduce_empty_gradients, share_shard
+from dynatrain.train.vocabulary import VocabularyParallel
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 """Dtype of activations and gathered weights. bf16 keeps fp32 masters (the shards); fp64 holds everything in fp64."""
@@ -85,6 +86,7 @@ def build_parts(
         compile_with: backend of ``torch.compile`` for each block, as of ``compile_blocks``; empty for none.
     """
     streams = KeyedStream(seed=seed, share=token_share(layout, mesh), head_part=mesh.get_local_rank("tp"))
+    reduce_empty_gradients()
     parts = []
     for stage in held_stages(layout, mesh.get_local_rank("pp")):
         part = _cut_part(shape, layout, mesh, stage, streams, master_dtype(precision.compute))
@@ -138,7 +140,7 @@ def tensor_plan(part: DecoderPart, layout: Layout) -> dict[str, ParallelStyle]:
     between = _between(layout)
     plan: dict[str, ParallelStyle] = {}
     if part.embed_tokens is not None:
-        plan["embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        plan["embed_tokens"] = VocabularyParallel(out=between)
         if layout.sp and part.embed_positions is not None:
             # Each rank places its own tokens: the weight is a copy whose gradient is a sum over the tp ranks.
             plan["embed_positions"] = SequenceParallel(use_local_output=True)

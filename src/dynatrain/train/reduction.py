@@ -39,6 +39,8 @@ class TreeReduceScatter:
         """Write this rank's reduced chunk of ``input_tensor`` [n * k] into ``output_tensor`` [k]."""
         if op != dist.ReduceOp.SUM or async_op:
             raise AssertionError(f"the tree reduction sums, synchronously; asked for {op}, async={async_op}")
+        if not input_tensor.numel():  # of tp ranks without rows; the whole group's
+            return
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         output_tensor.copy_(tree_sum(received.view(group.size(), -1)))
@@ -49,6 +51,8 @@ def tree_all_reduce(group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
     n = group.size()
 
     def hook(flat: torch.Tensor) -> None:
+        if not flat.numel():
+            return
         size = -(-flat.numel() // n)
         padded = flat.new_zeros(n * size)
         padded[: flat.numel()] = flat

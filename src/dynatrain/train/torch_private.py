@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
@@ -240,6 +241,24 @@ def adopt_padded(module: nn.Module, flat: dict[str, torch.Tensor]) -> None:
     for name, param in module.named_parameters(remove_duplicate=False):
         if id(param) in by_id:
             by_id[id(param)]._sharded_param_data = flat[name]  # noqa: SLF001
+
+
+def reduce_empty_gradients() -> None:
+    """Have FSDP2 reduce units in which a gradient has no elements; its own packing refuses such tensors.
+
+    They are shards of tp ranks that got no rows. All ranks that reduce with each other have the same ones, and an empty
+    tensor takes no place in what is sent. Holds for the process from then on; may be called again.
+    """
+    if fsdp_collectives.foreach_reduce_scatter_copy_in is not _pack_gradients:
+        fsdp_collectives.foreach_reduce_scatter_copy_in = _pack_gradients
+
+
+def _pack_gradients(grads: list[torch.Tensor], packed: torch.Tensor, world_size: int) -> None:
+    if filled := [grad for grad in grads if grad.numel()]:
+        _PACK(filled, packed, world_size)
+
+
+_PACK = fsdp_collectives.foreach_reduce_scatter_copy_in
 
 
 def share_shard(module: nn.Module, path: str, param: nn.Parameter) -> None:
