@@ -62,6 +62,8 @@ def of_crossing(catalogue, old, loss, after):
     crossing = Crossing(generation=loss.generation, old=loss.survivors, new=loss.new)
     before = Ownership(old.layout.over(numbers(loss)), old.placements)
     lost = frozenset(range(loss.holders, loss.holders + len(loss.lost)))
+    for member, number in zip(loss.old, numbers(loss), strict=True):
+        assert number in lost if member in loss.lost else number == crossing.holders.index(member)
     kept = memory(stands_of(catalogue, old, loss), numbers(loss))
     return before, declared(catalogue, after.over(crossing.over), LAYERS), lost, kept
 
