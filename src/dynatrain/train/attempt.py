@@ -14,6 +14,7 @@ board, never in a collective, which would hang with the rank that is missing.
 import gc
 import json
 import time
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,10 +184,13 @@ class Attempt(Preparation):
 
     def _kept(self, owner: int, boxes: Mapping[Granule, Box]) -> Mapping[Granule, Piece]:
         """Pieces of the loss's step that this rank answers for and does not train with."""
-        if owner in self.wards:
-            return self.wards[owner]
+        ward = self.wards.get(owner, {})
+        rest = {granule: box for granule, box in boxes.items() if granule not in ward}
+        found = {granule: ward[granule] for granule in boxes if granule in ward}
+        if not rest:
+            return found
         assert self._files is not None
-        return self._files.pieces(boxes)
+        return ChainMap(found, self._files.pieces(rest))  # type: ignore[arg-type]  # each is read when it is asked for
 
     @property
     def _goes_back(self) -> bool:

@@ -11,7 +11,6 @@ snapshot is due at once.
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -228,7 +227,8 @@ class _Taking:
 
     def wait_copied(self) -> None:
         """Before anything writes what is noted."""
-        self._copies.wait_copied(math.inf)
+        if not self._copies.wait_copied(self._party.deadline):
+            self._copies.give_up(f"its copies took more than {self._party.deadline:g} s")
 
     def give_up(self) -> None:
         """Copy no more."""
