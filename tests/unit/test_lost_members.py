@@ -151,3 +151,30 @@ def test_what_is_left_and_cannot_go_on_ends_the_run_with_both_reasons(cluster) -
     cluster.decide(cluster.loss(1), {"abort": "planted"})
     with pytest.raises(RunFailedError, match=r"killed by SIGKILL.*and the run cannot go on: planted"):
         cluster.tick()
+
+
+def test_as_many_as_are_to_be_are_replaced_and_the_layout_before_comes_back(cluster) -> None:
+    cluster.lead._replacements = 1
+    cluster.grow()
+    cluster.end(1, signal=9)
+    cluster.tick()
+    cluster.decide(cluster.loss(1), {})
+    cluster.beat(0, 2, 3, layout="dp3")
+    cluster.tick()
+    cluster.tick()
+    (coming,) = cluster.nodes[1].spawner.forked[2:]  # behind members 1 and 3 of its node
+    assert (coming.member, coming.world_size, coming.joins) == (4, 4, True)
+    cluster.beat(4)
+    cluster.tick()
+    asked = cluster.asked()
+    assert (asked["by"], asked["arguments"]["layout"], asked["arguments"]["members"]) == ("loss", "dp4", [0, 2, 3, 4])
+    cluster.reply("done")
+    cluster.tick()
+
+    cluster.beat(0, 2, 3, 4, layout="dp4")
+    cluster.end(3, signal=9)
+    cluster.tick()
+    cluster.decide(cluster.loss(2), {})
+    cluster.tick()
+    cluster.tick()
+    assert len(cluster.nodes[1].spawner.forked) == 3  # none is left

@@ -87,6 +87,7 @@ def start(
         layout=print_layout(checked.layout),
         resize=partial(layout_of_size, checked),
         survives=True,
+        replacements=config.loss.replacements,
     )
     if place.node > 0:
         return None, agent(RunFolder(path.absolute()))

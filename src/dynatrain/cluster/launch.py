@@ -45,6 +45,7 @@ def run_agent(
     layout: str = "",
     resize: Resize | None = None,
     survives: bool = False,
+    replacements: int = 0,
     take_over: bool = False,
     asked: AbstractContextManager[None] | None = None,
     announce: Callable[[str], None] = announce_on_stderr,
@@ -66,6 +67,7 @@ def run_agent(
         layout: of the ranks, as text.
         resize: see :class:`~dynatrain.cluster.meeting.Job`; None where ranks do not come and go.
         survives: whether ``entry`` goes on without members that are lost; else a loss ends the run.
+        replacements: how many of those are replaced.
         take_over: as in :meth:`~dynatrain.observe.run.RunFolder.claim`.
         asked: entered as soon as the run is claimed, left when it has ended, with the error where it could not begin.
         announce: takes lines for people.
@@ -114,6 +116,7 @@ def run_agent(
                 leave_seconds=leave_seconds,
                 announce=announce,
                 survives=survives,
+                replacements=replacements,
             )
             code = drive(job, spawner, interrupts)
     except ValueError:

@@ -16,7 +16,7 @@ from dynatrain.cluster.summons import Newcomer, Sight, Summons, advance, is_over
 from dynatrain.cluster.worlds import COMMIT, crossing_board
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.log import Log
-from dynatrain.observe.requests import Answer, Request
+from dynatrain.observe.requests import Answer, Request, new_id
 
 MEND_SECONDS = 300.0
 """For what is left of a world to go on after a loss, files read from a slow disk included."""
@@ -55,6 +55,9 @@ class Lead:
         self._said_layout = ""
         self._generation = 0  # the last one that a crossing had
         self._summons: Summons | None = None
+        self._replacements = job.replacements
+        self._missing = 0  # members lost since the run had the layout
+        self._full = job.layout
         self._gone: dict[int, str] = {}  # members that are lost, ever, and what has become of each
         self._request = Request(id="none", verb="stop")  # of the summons
         self._number = -1  # of what was asked of the ranks
@@ -117,9 +120,19 @@ class Lead:
             raise RunFailedError(str(error)) from error
         self._request, self._number = Request(id=f"loss-{summons.generation}", verb="stop"), -1
         self._generation = summons.generation
+        self._full = self._full if self._missing else self._layout
+        self._missing += len(lost)
         put_up(self._meeting.run, summons)
         self._enter(summons)
         self._job.announce(f"{summons.why}. Going on with {len(summons.new)} ranks in {summons.layout}.")
+
+    def _replace(self) -> None:
+        """Ask for the size and the layout before, once for all losses since, as long as replacements are left."""
+        if self._replacements >= self._missing:
+            self._replacements -= self._missing
+            self._missing = 0
+            arguments = {"size": parse_layout(self._full).world_size, "layout": self._full}
+            self._desk.scale(Request(id=new_id(), verb="scale", arguments=arguments, by="loss"))
 
     def _cut_short(self, summons: Summons, why: str) -> None:
         """A crossing into which a loss has fallen: whether it stands is decided now, if it was not before."""
@@ -236,6 +249,7 @@ class Lead:
             self._places |= {one.member: one for one in summons.newcomers}
         elif summons.stage == "done":
             self._world, self._layout = summons.new, summons.layout
+            self._missing = self._missing if summons.lost else 0
         self._meeting.board.post(SUMMONS, summons.to_json())
         self._log.write(
             "crossing",
@@ -273,6 +287,8 @@ class Lead:
             self._summons = None
             if summons.stage == "undone":
                 raise RunFailedError(f"{summons.why}; and the run cannot go on: {summons.reason}")
+            if summons.stage == "done":
+                self._replace()
             return
         heard = self._desk.heard(self._number) if self._number >= 0 else None
         answer = heard or Answer(outcome="aborted", message=summons.reason)

@@ -45,6 +45,7 @@ class Job:
         announce: takes lines for people.
         lease: on the run; None on other nodes than 0.
         survives: whether ranks go on, by themselves, without members that are lost.
+        replacements: how many lost members are replaced, where there is room, over the whole attempt.
     """
 
     run: RunFolder
@@ -60,6 +61,7 @@ class Job:
     announce: Callable[[str], None]
     lease: Lease | None = None
     survives: bool = False
+    replacements: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

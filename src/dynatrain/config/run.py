@@ -180,6 +180,9 @@ class Loss(Section):
     another; a run that loses ranks goes back that many steps at most. 0 for none."""
     snapshot_mib_per_second: Positive = 50.0
     """Most that a rank sends of a snapshot, in MiB a second."""
+    replacements: WholeNumber = 0
+    """How many lost ranks are replaced by themselves, from one start of the run to its end: the run goes on without
+    them at once, and is scaled back to the layout before as soon as that is done; 0 for none."""
 
 
 class Switch(Section):
