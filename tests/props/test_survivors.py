@@ -17,7 +17,7 @@ from dynatrain.plan.loss import restore
 from dynatrain.plan.schedule import keep_schedule
 from dynatrain.space.box import volume
 from dynatrain.space.ownership import Ownership, declared, num_holders
-from dynatrain.train.muster import Stand, memory
+from dynatrain.train.muster import Stand, memory, renumbered
 from dynatrain.train.passage import numbers
 from dynatrain.train.proof import in_place_of_lost
 
@@ -57,23 +57,24 @@ def stands_of(catalogue, old, loss):
     ]
 
 
-def of_crossing(catalogue, old, loss, after):
-    """Both ownerships in the numbers of the crossing, the lost ones' numbers, and what is left."""
-    crossing = Crossing(generation=loss.generation, old=loss.survivors, new=loss.new)
+def of_crossing(catalogue, old, loss, after, stands):
+    """Both ownerships, and what the run goes on from, in the numbers of the crossing."""
+    crossing, ranks = Crossing(generation=loss.generation, old=loss.survivors, new=loss.new), loss.old.index
     before = Ownership(old.layout.over(numbers(loss)), old.placements)
-    lost = frozenset(range(loss.holders, loss.holders + len(loss.lost)))
+    kept = memory(stands, [ranks(member) for member in loss.survivors])
+    by_rank = restore(catalogue, old, lost={ranks(member) for member in loss.lost}, kept=kept, files=(2,)).loss
+    found = renumbered(by_rank, numbers(loss))
+    assert found.lost == {*range(loss.holders, loss.holders + len(loss.lost))}
     for member, number in zip(loss.old, numbers(loss), strict=True):
-        assert number in lost if member in loss.lost else number == crossing.holders.index(member)
-    kept = memory(stands_of(catalogue, old, loss), numbers(loss))
-    return before, declared(catalogue, after.over(crossing.over), LAYERS), lost, kept
+        assert number in found.lost if member in loss.lost else number == crossing.holders.index(member)
+    return before, declared(catalogue, after.over(crossing.over), LAYERS), found
 
 
 @few
 @given(losses())
 def test_survivors_plan_what_is_left_in_their_own_numbers_and_the_lost_ones_behind_them(case):
     catalogue, old, loss, after = case
-    before, new, lost, kept = of_crossing(catalogue, old, loss, after)
-    found = restore(catalogue, before, lost=lost, kept=kept, files=(2,)).loss
+    before, new, found = of_crossing(catalogue, old, loss, after, stands_of(catalogue, old, loss))
     if found.files is not None:
         return  # more than the snapshots could stand: planned with files elsewhere
 
@@ -91,9 +92,8 @@ def test_survivors_plan_what_is_left_in_their_own_numbers_and_the_lost_ones_behi
 @given(losses())
 def test_each_box_of_whoever_has_it_no_more_has_one_survivor_that_answers_for_it(case):
     catalogue, old, loss, after = case
-    before, _, lost, kept = of_crossing(catalogue, old, loss, after)
-    found = restore(catalogue, before, lost=lost, kept=kept, files=(2,)).loss
-    own = {one.holder for one in kept if one.step == found.step and one.owner == one.holder}
+    before, _, found = of_crossing(catalogue, old, loss, after, stands_of(catalogue, old, loss))
+    own = {one.holder for one in found.kept if one.step == found.step and one.owner == one.holder}
     answered = {}
     for rank in range(len(loss.survivors)):
         pieces = dict.fromkeys(((t, s) for t, tensor in enumerate(catalogue) for s in range(len(tensor.states))), "own")
@@ -115,10 +115,10 @@ def test_each_box_of_whoever_has_it_no_more_has_one_survivor_that_answers_for_it
 @given(losses())
 def test_what_a_torn_survivor_trains_with_counts_for_nothing(case):
     catalogue, old, loss, after = case
-    before, _, lost, _ = of_crossing(catalogue, old, loss, after)
     stands = [replace(stand, notes=()) for stand in stands_of(catalogue, old, loss)]
     torn = [replace(stands[0], torn=True), *stands[1:]]
 
-    assert len(memory(stands, numbers(loss))) == len(memory(torn, numbers(loss))) + 1
-    step = restore(catalogue, before, lost=lost, kept=memory(torn, numbers(loss)), files=(2,)).loss.step
-    assert step <= restore(catalogue, before, lost=lost, kept=memory(stands, numbers(loss)), files=(2,)).loss.step
+    of_all, of_torn = (of_crossing(catalogue, old, loss, after, told)[2] for told in (stands, torn))
+
+    assert len(of_all.kept) == len(of_torn.kept) + 1
+    assert of_torn.step <= of_all.step

@@ -18,7 +18,7 @@ from dynatrain.space.ownership import Ownership
 from dynatrain.train.agreement import Objection, exchange
 from dynatrain.train.attempt import Attempt
 from dynatrain.train.keeping import Note
-from dynatrain.train.muster import Coupled, Stand, decisive, memory
+from dynatrain.train.muster import Coupled, Stand, decisive, memory, renumbered
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.passage import numbers, remainder
@@ -84,26 +84,23 @@ class Mending:
         return [Stand.read(told) for told in self._ask("stand", asdict(mine))]
 
     def restore(self, world: World, stands: list[Stand]) -> Restore:
-        """From which step all go on, and where each box of it comes from; equal on all survivors.
+        """From which step all go on, and where each box of it comes from, by old ranks; equal on all survivors.
 
         Raises:
             MendError: of no step is everything left.
         """
         assert world.ownership is not None
-        lost = frozenset(range(self.loss.holders, self.loss.holders + len(self.loss.lost)))
-        gone = [Kept(holder=one, owner=one, step=max(stand.step for stand in stands), live=True) for one in lost]
+        old, loss = world.ownership, self.loss
+        ranks = {member: rank for rank, member in enumerate(loss.old)}
+        lost, now = [ranks[member] for member in loss.lost], max(stand.step for stand in stands)
+        gone = [Kept(holder=rank, owner=rank, step=now, live=True) for rank in lost]
+        kept = memory(stands, [ranks[member] for member in loss.survivors])
         files = {*stands[0].files}.intersection(*(stand.files for stand in stands))
         try:
-            kept = (*memory(stands, numbers(self.loss)), *gone)
-            self.found = restore(world.catalogue, self.old(world), lost=lost, kept=kept, files=files)
+            self.found = restore(world.catalogue, old, lost=lost, kept=(*kept, *gone), files=files)
         except PlanError as error:
-            raise MendError(f"{self.loss.why}; and what is left cannot go on: {error}") from error
+            raise MendError(f"{loss.why}; and what is left cannot go on: {error}") from error
         return self.found
-
-    def old(self, world: World) -> Ownership:
-        """The ownership of the world that has lost members, in the numbers of the crossing."""
-        assert world.ownership is not None
-        return Ownership(world.ownership.layout.over(numbers(self.loss)), world.ownership.placements)
 
     def attempt(
         self, world: World, target: Layout, order: Order, found: Restore, root: Path | None, notes: Sequence[Note]
@@ -120,7 +117,9 @@ class Mending:
         """
         for part in world.parts:
             drop_gathered(part)
-        seen = replace(world, ownership=self.old(world))
+        assert world.ownership is not None
+        layout = world.ownership.layout.over(numbers(self.loss))
+        seen = replace(world, ownership=Ownership(layout, world.ownership.placements))
         way = remainder(self.party, self.loss, order)
         step = found.loss.files
         path = None if step is None or root is None else root / checkpoint_name(step)
@@ -131,7 +130,7 @@ class Mending:
             order=order,
             target=target,
             old=seen,
-            loss=found.loss,
+            loss=renumbered(found.loss, numbers(self.loss)),
             checkpoint=path,
             note=None if Left(found.loss).live else note,
             wards=wards,

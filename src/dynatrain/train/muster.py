@@ -19,10 +19,10 @@ trains with is then of no step, and counts for nothing: its boxes come from othe
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from dynatrain.plan.plan import Kept
+from dynatrain.plan.plan import Kept, Loss
 
 Coupled = tuple[int, Any]
 """``(step, result)`` of a coupling."""
@@ -62,18 +62,24 @@ class Stand:
         return cls(**{**told, "files": tuple(told["files"]), "notes": notes})
 
 
-def memory(stands: Sequence[Stand], numbers: Sequence[int]) -> tuple[Kept, ...]:
-    """What survivors have in memory, as the planner knows it.
+def memory(stands: Sequence[Stand], ranks: Sequence[int]) -> tuple[Kept, ...]:
+    """What survivors have in memory, as the planner knows it, by old ranks.
 
     Args:
-        stands: by survivor, whose number is the holder's.
-        numbers: the holder of each old rank.
+        stands: by survivor.
+        ranks: the old rank of each.
     """
     found = []
-    for holder, stand in enumerate(stands):
+    for rank, stand in zip(ranks, stands, strict=True):
         if not stand.torn:
-            found.append(Kept(holder=holder, owner=holder, step=stand.step, live=True))
+            found.append(Kept(holder=rank, owner=rank, step=stand.step, live=True))
         for step, own, wards, whole in stand.notes:
-            found.append(Kept(holder=holder, owner=holder, step=step, complete=own))
-            found += [Kept(holder=holder, owner=numbers[ward], step=step, complete=whole) for ward in wards]
+            found.append(Kept(holder=rank, owner=rank, step=step, complete=own))
+            found += [Kept(holder=rank, owner=ward, step=step, complete=whole) for ward in wards]
     return tuple(found)
+
+
+def renumbered(loss: Loss, numbers: Sequence[int]) -> Loss:
+    """A loss by old ranks, by holders: ``numbers[rank]`` is that of an old rank."""
+    kept = (replace(one, holder=numbers[one.holder], owner=numbers[one.owner]) for one in loss.kept)
+    return replace(loss, lost=frozenset(numbers[rank] for rank in loss.lost), kept=tuple(kept))
