@@ -110,8 +110,8 @@ def digest_vector(
             if holder in grid.holders and granule in its:
                 piece, copy = its[granule], grid.holders[holder][0]
                 for index, cell in enumerate(cells):
-                    slots[copy * len(cells) + index] = digest_within(piece.tensor, piece.box, cell)
-        found += slots
+                    slots[copy * len(cells) + index] += digest_within(piece.tensor, piece.box, cell)
+        found += [value % MODULUS for value in slots]
     return torch.tensor([value - MODULUS if value >= MODULUS // 2 else value for value in found], dtype=torch.int64)
 
 
