@@ -13,19 +13,19 @@ snapshot is due at once.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dynatrain.cluster.kernel import step_aside
+from dynatrain.execute.packing import packed, packed_bytes, unpacked
 from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.execute.transport import GroupTransport, Message
 from dynatrain.plan.keepers import Keepers, keepers, kept_boxes
 from dynatrain.plan.plan import Granule
-from dynatrain.space.box import Box, shape_of, volume
-from dynatrain.space.tensor import ITEMSIZE, Catalogue
+from dynatrain.space.box import Box
 from dynatrain.train.account import Account, take
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.extra_state import extra_states, give_extra_states
@@ -36,9 +36,6 @@ from dynatrain.train.streams import Streams
 from dynatrain.train.world import World
 
 _LOG = logging.getLogger(__name__)
-
-ALIGNED = 16
-"""Bytes at whose multiples each piece begins among those that are sent: of any dtype."""
 
 CHUNK_BYTES = 4 << 20
 """Of what is sent to a keeper at once."""
@@ -259,9 +256,9 @@ class _Taking:
         group = party.groups.get("keep", party.everyone, backend="gloo")
         transport, arriving = GroupTransport(group, party.everyone), []
         for ward in self._keepers.wards(party.rank):
-            flat = torch.empty(_length(self._catalogue, self._boxes[ward]), dtype=torch.uint8)
+            flat = torch.empty(packed_bytes(self._catalogue, self._boxes[ward]), dtype=torch.uint8)
             arriving += [Message(ward, chunk) for chunk in flat.split(CHUNK_BYTES)]
-            self._note.wards[ward] = _views(self._catalogue, self._boxes[ward], flat)
+            self._note.wards[ward] = unpacked(self._catalogue, self._boxes[ward], flat)
         pending = transport.post([], arriving)
         if keeper is not None:
             self._send(transport, keeper)
@@ -269,45 +266,12 @@ class _Taking:
 
     def _send(self, transport: GroupTransport, keeper: int) -> None:
         began = time.monotonic()
-        for chunk in self._packed(self._boxes[self._party.rank]):
+        boxes = self._boxes[self._party.rank]
+        for chunk in packed(self._catalogue, boxes, self._note.own, CHUNK_BYTES):
             transport.post([Message(keeper, chunk)], []).wait(WAIT_SECONDS)
             self._note.sent += chunk.numel()
             time.sleep(max(0.0, began + self._note.sent / self._rate - time.monotonic()))
 
-    def _packed(self, boxes: Mapping[Granule, Box]) -> Iterator[torch.Tensor]:
-        """The bytes of these pieces one behind the other, in chunks."""
-        length, spans = _length(self._catalogue, boxes), list(_spans(self._catalogue, boxes))
-        for start in range(0, length, CHUNK_BYTES):
-            chunk = torch.zeros(min(CHUNK_BYTES, length - start), dtype=torch.uint8)
-            for granule, first, last in spans:
-                low, high = max(first, start), min(last, start + len(chunk))
-                if low < high:
-                    data = self._note.own[granule].tensor.view(-1).view(torch.uint8)
-                    chunk[low - start : high - start] = data[low - first : high - first]
-            yield chunk
-
 
 def _key(granule: Granule) -> str:
     return f"{granule[0]}/{granule[1]}"
-
-
-def _spans(catalogue: Catalogue, boxes: Mapping[Granule, Box]) -> Iterator[tuple[Granule, int, int]]:
-    """Where each box lies among the bytes that are sent, from where to where."""
-    at = 0
-    for granule, box in sorted(boxes.items()):
-        nbytes = volume(box) * ITEMSIZE[catalogue[granule[0]].states[granule[1]].dtype]
-        yield granule, at, at + nbytes
-        at += -(-nbytes // ALIGNED) * ALIGNED
-
-
-def _length(catalogue: Catalogue, boxes: Mapping[Granule, Box]) -> int:
-    return max((last for _, _, last in _spans(catalogue, boxes)), default=0)
-
-
-def _views(catalogue: Catalogue, boxes: Mapping[Granule, Box], flat: torch.Tensor) -> Pieces:
-    """The pieces whose bytes lie in ``flat``."""
-    found = {}
-    for granule, first, last in _spans(catalogue, boxes):
-        dtype = getattr(torch, catalogue[granule[0]].states[granule[1]].dtype)
-        found[granule] = Piece(flat[first:last].view(dtype).view(shape_of(boxes[granule])), boxes[granule])
-    return found
