@@ -5,7 +5,10 @@ import itertools
 import numpy as np
 import pytest
 from tests.plans.cases import LAYERS, layout, small
+from tests.shapes import small_shape
 
+from dynatrain.layout.resolve import resolve
+from dynatrain.layout.text import parse_layout
 from dynatrain.plan.build import whole_plan
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.hashes import plan_hash, sent_hash
@@ -14,6 +17,8 @@ from dynatrain.plan.schedule import STAGING_BYTES, default_budget, keep_schedule
 from dynatrain.plan.storage import alike, storage
 from dynatrain.plan.summary import floor_seconds, summarise
 from dynatrain.plan.table import table
+from dynatrain.space.blocks import Experts
+from dynatrain.space.decoder import catalogue
 from dynatrain.space.ownership import declared
 
 EVEN = small(width=16, inner=32, vocabulary=64)
@@ -67,6 +72,45 @@ def test_the_default_budget_suffices_between_any_two_of_the_usual_layouts(tied):
     for before, after in itertools.permutations(usual, 2):
         _, _, stored = between(before, after, model)
         tight_schedule(stored, default_budget(stored))
+
+
+def test_many_small_shards_that_are_only_taken_need_more_than_two_of_the_largest():
+    """Factored moments and experts, from stages to experts: what a random walk met."""
+    experts = Experts(
+        num_experts=14,
+        num_experts_per_tok=1,
+        moe_intermediate_size=14,
+        gate="sigmoid",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        router_aux_loss_coef=0.0,
+    )
+    shape = small_shape(
+        hidden_size=28,
+        intermediate_size=14,
+        num_hidden_layers=7,
+        num_attention_heads=14,
+        num_key_value_heads=7,
+        head_dim=2,
+        vocab_size=17,
+        tie_word_embeddings=True,
+        qk_norm=True,
+        experts=experts,
+    )
+    tensors = catalogue(shape, "float64", optimizer="adafactor")
+    stages, spread = (resolve(parse_layout(text), 7) for text in ("pp7", "tp7-sp.ep7.order_5_0_1_2_6_3_4"))
+    stored = between(stages, spread, tensors, 7)[-1]
+    two = 2 * int(stored.joined().taken.max()) + STAGING_BYTES
+
+    with pytest.raises(PlanError, match="no order of hand-overs"):
+        tight_schedule(stored, two)
+    assert two < default_budget(stored) < 10 * (two - STAGING_BYTES) + STAGING_BYTES
+    peak = predicted_peak(stored, tight_schedule(stored, default_budget(stored)))
+    assert (peak <= np.maximum(stored.old, stored.new) + default_budget(stored) - STAGING_BYTES).all()
 
 
 def test_what_is_adopted_everywhere_costs_no_memory_and_goes_first():

@@ -9,7 +9,8 @@ they may hold, where a rank near its limit counts exponentially more than a rank
 How small can the budget be? Not always one granule. Let two stages of equal bytes become one fsdp group, the embedding
 in one stage and the head in the other. When the embedding goes, each rank of the other stage takes its share and gives
 nothing back; it is then a full share above its own size, on which the head's share comes next. So the default budget is
-two of the largest shards.
+two of the largest shards, and more where the greedy choice finds no order in that: small shards that are only taken can
+add up to more.
 """
 
 from collections.abc import Iterator
@@ -50,11 +51,13 @@ def keep_schedule(catalogue: Catalogue, round_bytes: int) -> Schedule:
 
 
 def default_budget(storage: Storage) -> int:
-    """Bytes above ``max(old, new)`` that ``tight`` may hold where the user names no budget.
+    """Bytes above ``max(old, new)`` that ``tight`` may hold where the user names no budget: an order fits in them.
 
-    Two of the largest target shards of one tensor of one state on one rank, and :data:`STAGING_BYTES`.
+    Two of the largest target shards of one tensor of one state on one rank, a quarter more at a time where no order is
+    found in that, and :data:`STAGING_BYTES`.
     """
-    return 2 * int(storage.joined().taken.max(initial=0)) + STAGING_BYTES
+    joined = storage.joined()
+    return _enough(_Ledger.of(joined), 2 * int(joined.taken.max(initial=0))) + STAGING_BYTES
 
 
 def tight_schedule(storage: Storage, budget_bytes: int) -> Schedule:
@@ -78,9 +81,7 @@ def tight_schedule(storage: Storage, budget_bytes: int) -> Schedule:
     order, worst = _order(ledger, room)
     if worst > room:
         largest = int(storage.taken.max(initial=0))
-        enough = max(room, largest)
-        while _order(ledger, enough)[1] > enough:
-            enough += -(-enough // 4)
+        enough = _enough(ledger, max(room, largest))
         raise PlanError(
             f"no order of hand-overs was found that keeps every rank within max(old, new) + {budget_bytes} bytes: the "
             f"best one exceeds max(old, new) by {worst} bytes of pieces, and {STAGING_BYTES} are for staging. The "
@@ -124,6 +125,13 @@ class _Ledger:
             limit=columns[-1],
             count=np.bincount(storage.kind, minlength=kinds),
         )
+
+
+def _enough(ledger: _Ledger, room: int) -> int:
+    """The first room, ``room`` or a quarter more at a time, in which an order fits."""
+    while _order(ledger, room)[1] > room:
+        room += -(-room // 4)
+    return room
 
 
 def _order(ledger: _Ledger, room: int) -> tuple[list[int], int]:
