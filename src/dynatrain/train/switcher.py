@@ -142,9 +142,7 @@ class Switcher(Survivable):
             **more,
         )
         self._recorder = recorder
-        self._loads = 0
-        self._inside = False
-        self.step = 0
+        self._loads, self._inside, self.step = 0, False, 0
         read = legal or whole_world
         arrival = self._arrival = arrive(party) if worlds and worlds.joins else None
         made, first, fill = party.groups, layout, initial
@@ -184,8 +182,6 @@ class Switcher(Survivable):
                 arrival.fail(error)
             raise
         party.memory.hold(world.pieces(party.rank, party.device).values())
-
-    # The handles.
 
     @property
     def model(self) -> Any:
@@ -241,8 +237,6 @@ class Switcher(Survivable):
     def world(self) -> World:
         """All that the present layout has bound."""
         return self._course.world
-
-    # The loop.
 
     def steps(self, until: int) -> Iterator[int]:
         """Step numbers from the present one to ``until - 1``; requests are taken at each edge.
