@@ -1,16 +1,16 @@
 """Measure what a lost rank costs: ``python benchmarks/loss.py [--layout dp4.fsdp2] [--every 0] [--kills 3]``.
 
 Each kill has a run of its own, by ``dynatrain train`` on CPUs: as soon as it has made some steps one of its ranks,
-another each time, is killed by SIGKILL. With ``--every K`` ranks keep snapshots every K steps, and a run without them, and without a
-kill, is measured beside. Writes ``loss.json``.
+another each time, is killed by SIGKILL. With ``--every K`` ranks keep snapshots every K steps, and a run without them,
+and without a kill, is measured beside. Writes ``loss.json``.
 
-- next: seconds from the kill to the end of the next step that all survivors have finished, by the machine's clock; wanted
-  is one second and one step.
-- news: of these, until the commit of the crossing from when the first survivor had come out and taken note.
+- next: seconds from the kill to the end of the next step that all survivors have finished, by the machine's clock;
+  wanted is one second and one step.
+- news: of these, from when rank 0 of the smaller world had come out and taken note, to the commit of the crossing.
 - step: median seconds of a step before, and after in the smaller world.
 - redone: steps done again; at most K where a keeper has what is lost.
-- snapshots: bytes that ranks note and send, bytes a second while they do, and by how much the median step is longer than
-  without them, in percent; wanted is at most one.
+- snapshots: bytes that ranks note and send, bytes a second while they do, and by how much the median step is longer
+  than without them, in percent; wanted is at most one.
 """
 
 import argparse
