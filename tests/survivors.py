@@ -13,12 +13,13 @@ from tests.jobs import Asking, distance
 from dynatrain.cluster.alarm import Alarm, put_up
 from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
 from dynatrain.cluster.summons import Summons
-from dynatrain.cluster.worlds import Worlds
+from dynatrain.cluster.worlds import COMMIT, Worlds, crossing_board
 from dynatrain.train import trainer
 from dynatrain.train.trainer import Trainer
 
 PLACES = ("begin", "totals", "coupled", "updated")
-"""Of a step: before its forward; before its last collective, behind it; behind its update."""
+"""Of a step: before its forward; before its last collective, behind it; behind its update. Others are phases of the
+crossing by which a loss before is mended."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class Plant:
 
     def at(self, step, place):
         for number, fall in enumerate(self.falls, 1):
-            if number in self.done or (fall.step, fall.place) != (step, place):
+            where = step if fall.place in PLACES else fall.step
+            if number in self.done or (fall.step, fall.place) != (where, place):
                 continue
             if fall.member == self.member:
                 self.store.set(f"fell/{number}", "")
@@ -97,27 +99,27 @@ def _run_store(world):
 
 
 def _ring(world, size, falls):
-    run, members, lost = _run_store(world), tuple(range(size)), ()
+    """What the leading agent does: see :mod:`dynatrain.cluster.lead`."""
+    run, members, lost, last = _run_store(world), tuple(range(size)), (), None
     for number, fall in enumerate(falls, 1):
         while not world.store.check([f"fell/{number}"]):
             time.sleep(0.002)
+        if last is not None:
+            board = crossing_board(run, last.generation, last.holders)
+            if "abort" not in board.decide(COMMIT, {"abort": "planted"}):
+                members, lost = last.new, ()
         lost += (fall.member,)
-        why = f"rank {members.index(fall.member)} was planted to fall"
-        put_up(
-            run,
-            Summons(
-                generation=number,
-                old=members,
-                new=fall.new,
-                newcomers=(),
-                layout=fall.layout,
-                stage="asked",
-                lost=lost,
-                why=why,
-            ),
+        last = Summons(
+            generation=number,
+            old=members,
+            new=fall.new,
+            newcomers=(),
+            layout=fall.layout,
+            stage="asked",
+            lost=lost,
+            why=f"rank {members.index(fall.member)} was planted to fall",
         )
-        if number < len(falls) and falls[number].place != "mending":
-            members, lost = fall.new, ()
+        put_up(run, last)
     return "rung"
 
 
@@ -140,9 +142,10 @@ def _train(world, case, layout, size, falls, visits, more):
         timeout=timedelta(seconds=60),
     )
     job, data, books = case.job(), Asking(case.data()), Books()
-    given = {"board": None, "store": None, "worlds": worlds, "recorder": books, "deadline": 30.0}
-    sw = jobs.switcher(job, world, layout, **given | more)
     plant = Plant(world.store, world.rank, falls)
+    given = {"board": None, "store": None, "worlds": worlds, "recorder": books, "deadline": 30.0}
+    given["hook"] = lambda event, _round, _switch: plant.at(None, event)
+    sw = jobs.switcher(job, world, layout, **given | more)
     _patch(plant, sw)
     found = {"steps": [], "apart": [], "worlds": [], "began": []}
 

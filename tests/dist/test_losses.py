@@ -26,7 +26,8 @@ def check(case, falls, found, losses, *, back=0):
         assert numbers[:again] == list(range(again)), (member, numbers)
         assert numbers[again:] == list(range(again - back, again - back + len(numbers) - again)), (member, numbers)
         assert result["left"] or numbers[-1] == case.steps - 1
-        assert all(switch[0] == "committed" and switch[3] for switch in result["switches"]), result["switches"]
+        assert result["switches"][-1][0] == "committed", result["switches"]
+        assert all(switch[3] for switch in result["switches"] if switch[0] == "committed"), result["switches"]
         for (step, loss, ids, asked), apart in zip(result["steps"], result["apart"], strict=True):
             assert abs(loss - losses[step]) <= LIMIT, (member, step)
             assert {"param", "exp_avg", "exp_avg_sq", "step"} == apart.keys()
@@ -57,6 +58,19 @@ def test_a_halted_rank_holds_nobody_up():
     losses, visits = jobs.expected(case)
 
     check(case, falls, survive(case, "dp2.fsdp2", 4, falls, visits), losses)
+
+
+@pytest.mark.parametrize("phase", ["build", "move", "commit"])
+def test_who_falls_while_others_cross_is_lost_with_those_before(phase):
+    case = case_of(4, shape=SHALLOW)
+    falls = (Fall(3, 1, "totals", "dp3", (0, 1, 2)), Fall(0, 1, phase, "dp2", (1, 2)))
+    losses, visits = jobs.expected(case)
+
+    found = survive(case, "dp4", 4, falls, visits)
+
+    check(case, falls, found, losses)
+    assert [outcome for outcome, *_ in found[1]["switches"]][-1:] == ["committed"]
+    assert found[1]["losses"][-1][1] == (3, 0)
 
 
 def test_what_nobody_else_has_comes_from_its_keeper_and_the_steps_since_are_done_again():
