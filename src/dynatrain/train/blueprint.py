@@ -172,19 +172,19 @@ def _draw_own(
         problems += all_ranks.problems
         coverage = all_ranks.coverage
         summary = summarise(catalogue, before, after, every, table, ranks_per_node=nodes)
-    if members is not None and loss is None:
-        record = record_of(
-            catalogue,
-            before,
-            after,
-            every,
-            summary,
-            members=members,
-            budget_bytes=0 if budget is None else budget + STAGING_BYTES,
-            round_bytes=party.round_bytes,
-            ranks_per_node=nodes,
-            adoptable=adoptable,
-        )
+        if loss is None:
+            record = record_of(
+                catalogue,
+                before,
+                after,
+                every,
+                summary,
+                members=members,
+                budget_bytes=0 if budget is None else budget + STAGING_BYTES,
+                round_bytes=party.round_bytes,
+                ranks_per_node=nodes,
+                adoptable=adoptable,
+            )
     if problems:
         raise PlanError("the judge refuses the plan: " + "; ".join(problems))
     own = sent_hash(catalogue, part)

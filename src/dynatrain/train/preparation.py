@@ -206,9 +206,9 @@ class Preparation:
         assert self.new is not None
         part, transport = self.blueprint.part, self._channel.transport("moves")
         self._moves = Exchange(plan=part, catalogue=self.old.catalogue, transport=transport, pool=self.party.memory)
-        for pieces in self.wards.values():
-            for granule, piece in pieces.items():
-                self._moves.kept.setdefault(granule, []).append(piece)
+        for kept in self.wards.values():
+            for granule, its in kept.items():
+                self._moves.kept.setdefault(granule, []).append(its)
         self._staging = self._moves.warm()
         if self.way.comes:
             self._live = self.new.pieces(self.party.rank, self.party.device)
