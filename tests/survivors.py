@@ -146,7 +146,7 @@ def _train(world, case, layout, size, falls, visits, more):
     given = {"board": None, "store": None, "worlds": worlds, "recorder": books, "deadline": 30.0}
     given["hook"] = lambda event, _round, _switch: plant.at(None, event)
     sw = jobs.switcher(job, world, layout, **given | more)
-    _patch(plant, sw)
+    _patch(plant, sw, data)
     found = {"steps": [], "apart": [], "worlds": [], "began": []}
 
     def after(result):
@@ -160,7 +160,7 @@ def _train(world, case, layout, size, falls, visits, more):
     return found | {"left": sw.left, "switches": books.switches, "losses": books.losses, "kept": books.kept_steps}
 
 
-def _patch(plant, sw):
+def _patch(plant, sw, data):
     totals, step = trainer.step_totals, Trainer._step
 
     def planted_totals(*given, **more):
@@ -170,6 +170,7 @@ def _patch(plant, sw):
         return result
 
     def planted_step(self, number):
+        data.take()  # of a step that was broken off
         plant.at(number, "begin")
         step(self, number)
 
