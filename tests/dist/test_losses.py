@@ -35,7 +35,13 @@ def check(case, falls, found, losses, *, back=0):
             assert set(asked) <= set(ids)
 
 
-@pytest.mark.parametrize("place", ["begin", "totals", "coupled", "updated"])
+SWEPT = pytest.mark.sweep
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param("begin", marks=SWEPT), "totals", *(pytest.param(p, marks=SWEPT) for p in ("coupled", "updated"))],
+)
 def test_a_killed_rank_of_copies_costs_no_step_wherever_in_a_step_it_falls(place):
     case = case_of(4, shape=SHALLOW)
     falls = (Fall(3, 1, place, "fsdp3", (0, 1, 2)),)
@@ -52,6 +58,7 @@ def test_whoever_has_not_the_last_words_of_a_step_takes_them_from_whoever_has():
     check(case, falls, survive(case, "dp2.fsdp2", 4, falls, visits), losses)
 
 
+@pytest.mark.sweep
 def test_a_halted_rank_holds_nobody_up():
     case = case_of(3, shape=SHALLOW)
     falls = (Fall(0, 1, "begin", "dp3", (1, 2, 3), by=signal.SIGSTOP.name),)
@@ -60,6 +67,7 @@ def test_a_halted_rank_holds_nobody_up():
     check(case, falls, survive(case, "dp2.fsdp2", 4, falls, visits), losses)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("phase", ["build", "move", "commit"])
 def test_who_falls_while_others_cross_is_lost_with_those_before(phase):
     case = case_of(4, shape=SHALLOW)

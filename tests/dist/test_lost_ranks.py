@@ -16,7 +16,7 @@ from dynatrain.observe.log import Tail
 
 __all__ = ["place"]
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(200)]
 
 
 def events(run, kind):
