@@ -122,6 +122,23 @@ def test_a_loss_in_the_midst_of_a_change_of_members_ends_that_first(cluster) -> 
     assert [node.spawner.killed for node in cluster.nodes] == [[2], [3]]
 
 
+@pytest.mark.parametrize(("committed", "world"), [(False, (0, 1)), (True, (0, 2, 1, 3))])
+def test_what_the_ranks_were_asked_is_taken_down_and_answered_as_they_had_decided(cluster, committed, world) -> None:
+    cluster.ask("more", size=4)
+    cluster.beat(2, 3, layout="dp4")
+    cluster.tick()
+    asked = cluster.asked()["arguments"]
+    board = crossing_board(cluster.store, asked["generation"], 4)
+    if committed:
+        board.decide(COMMIT, {})
+    cluster.end(1, signal=9)
+    cluster.tick()
+
+    assert cluster.answer("more").outcome == ("done" if committed else "aborted")
+    assert cluster.board.read(cluster.number) is None
+    assert (cluster.loss(1).old, cluster.loss(1).generation) == (world, asked["generation"] + 1)
+
+
 def test_all_members_of_a_node_are_lost_with_its_agent(cluster) -> None:
     cluster.grow()
     for _ in range(3):

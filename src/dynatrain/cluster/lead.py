@@ -139,6 +139,10 @@ class Lead:
         board = crossing_board(self._meeting.run, summons.generation, summons.holders)
         board.give_up(summons.generation, why)
         committed = "abort" not in board.decide(COMMIT, {"abort": why})
+        if self._number >= 0:  # else whoever is rank 0 next would take up what the one before was asked
+            told = Answer(outcome="done" if committed else "aborted", message=why)
+            self._meeting.board.answer(self._number, told.to_json())
+            self._desk.serve()
         if summons.stage in {"coming", "asked"}:
             self._enter(summons.at("done") if committed else summons.at("undone", why))
         self._settle(summons)
