@@ -43,4 +43,4 @@ STATES = {
 """What a job keeps, and how near a run through the axis is to the run of one process."""
 
 EXACT = {name: BOUND if name != "adamw8bit" else BITS for name in OPTIMIZERS}
-"""Likewise by optimizer; of ``adamw8bit`` the state behind each switch is compared, see the page."""
+"""Likewise by optimizer; of ``adamw8bit`` the state right before and after each switch is compared, see the page."""

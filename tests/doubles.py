@@ -4,6 +4,7 @@ import queue
 import random
 import threading
 import time
+from collections import Counter
 
 import torch
 
@@ -15,28 +16,39 @@ class Hub:
 
     def __init__(self, size):
         self.size = size
-        self.lines = {(a, b): queue.SimpleQueue() for a in range(size) for b in range(size)}
+        self.boxes, self.numbers = {}, Counter()
         self.closed = set()
         self.lock = threading.Lock()  # nobody's memory is read once it has closed
+
+    def box(self, end, src, dst):
+        """Where the next message of one pair goes, or comes from: they match in the order in which they were posted."""
+        with self.lock:
+            number = self.numbers[end, src, dst]
+            self.numbers[end, src, dst] += 1
+            return self.boxes.setdefault((src, dst, number), queue.SimpleQueue())
 
 
 class LocalTransport:
     """In memory. Like a network card it reads a source at any time between post and wait: here, when it is received.
 
-    ``tamper(src, dst, tensor)`` may change a message that has just arrived.
+    ``tamper(src, dst, tensor)`` may change a message that has just arrived. ``direct`` says of a peer whether messages
+    go from place to place.
     """
 
-    def __init__(self, hub, rank, tamper=None):
-        self.hub, self.rank, self.size, self.tamper = hub, rank, hub.size, tamper
+    name = "local"
+
+    def __init__(self, hub, rank, tamper=None, direct=lambda _peer: False):
+        self.hub, self.rank, self.size, self.tamper, self.direct = hub, rank, hub.size, tamper, direct
 
     def post(self, sends, receives):
         sent = []
         for message in sends:
-            assert message.tensor.is_contiguous()
+            assert message.tensor.is_contiguous() or self.direct(message.peer)
             done = threading.Event()
-            self.hub.lines[self.rank, message.peer].put((message.tensor, done))
+            self.hub.box("sent", self.rank, message.peer).put((message.tensor, done))
             sent.append((message.peer, done))
-        return _LocalPending(self, sent, list(receives))
+        expected = [(message, self.hub.box("received", message.peer, self.rank)) for message in receives]
+        return _LocalPending(self, sent, expected)
 
     def close(self):
         with self.hub.lock:
@@ -49,17 +61,17 @@ class _LocalPending:
 
     def wait(self, timeout_seconds):
         self.deadline = time.monotonic() + timeout_seconds
-        for message in self.receives:
-            self._receive(message)
+        for message, box in self.receives:
+            self._receive(message, box)
         for peer, done in self.sent:
             while not done.wait(0.01):
                 self._still_there(peer)
 
-    def _receive(self, message):
-        here, line = self.transport.rank, self.hub.lines[message.peer, self.transport.rank]
+    def _receive(self, message, box):
+        here = self.transport.rank
         while True:
             try:
-                source, done = line.get(timeout=0.01)
+                source, done = box.get(timeout=0.01)
                 break
             except queue.Empty:
                 self._still_there(message.peer)
@@ -83,7 +95,7 @@ class LateTransport:
     """
 
     def __init__(self, inner, seed):
-        self.inner, self.size = inner, inner.size
+        self.inner, self.size, self.name, self.direct = inner, inner.size, inner.name, inner.direct
         self.random = random.Random(seed)
 
     def post(self, sends, receives):

@@ -280,7 +280,10 @@ def distance(world, rank, want):
 
 
 class Ends:
-    """What one rank holds at the end of each visit, and again as its next step begins in another layout."""
+    """What one rank holds at the end of each visit, and again as its next step begins in another layout.
+
+    Where the switch comes between two parts of a step, what that step writes is left out: gradients and buffers.
+    """
 
     def __init__(self, sw, rank):
         self.sw, self.rank, self.found, self.left = sw, rank, [], None
@@ -297,7 +300,16 @@ class Ends:
         if self.sw.world is not self.world:
             self.found.append((self.left, self.copied()))
             self.world = self.sw.world
-        yield from self.parts(num_micro_batches)
+        left = {}
+        for part in self.parts(num_micro_batches):
+            if self.sw.world is not self.world:
+                self.found.append((left, self.unwritten()))
+                self.world = self.sw.world
+            yield part
+            left = self.unwritten()
+
+    def unwritten(self):
+        return {key: held for key, held in self.copied().items() if key[1] not in {"grad", "buffer"}}
 
 
 def _train(case, visits, world):

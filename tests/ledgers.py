@@ -20,7 +20,7 @@ class CountingTransport:
     """Counts the payload of every message that passes, by peer: moves travel as bytes, their checksums as int64."""
 
     def __init__(self, inner):
-        self.inner, self.size = inner, inner.size
+        self.inner, self.size, self.name, self.direct = inner, inner.size, inner.name, inner.direct
         self.sent, self.received = {}, {}
 
     def post(self, sends, receives):

@@ -44,7 +44,7 @@ def mixture(w, sizes, at, x, beside):
                 )
             )
         out.append(torch.stack(rows))
-        load = counts * sizes.num_experts / (sizes.num_experts_per_tok * len(sequence))
+        load = counts.double() * sizes.num_experts / (sizes.num_experts_per_tok * len(sequence))
         mean_share = (given / given.sum(-1, keepdim=True)).mean(0)
         loss = loss + len(sequence) * sizes.router_aux_loss_coef * (load * mean_share).sum()
         everywhere += counts

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dynatrain.execute import wire
+from dynatrain.execute import exchange, wire
 from dynatrain.execute.exchange import staging_bound
 from dynatrain.execute.pieces import Pool
 from dynatrain.execute.transport import GroupTransport
@@ -118,7 +118,7 @@ class Walker:
     """
 
     def __init__(self, world, start, *, transport=GroupTransport, **more):
-        wire.BUNDLE_BYTES = wire.PACK_BYTES = BUNDLE
+        wire.BUNDLE_BYTES = wire.PACK_BYTES = exchange.SCRATCH_BYTES = BUNDLE
         self.world, self.books, self.transports = world, [], []
         shadows = (Shadows("shadow", local=False), Shadows("local", local=True))
         self.scaler = Scaler()

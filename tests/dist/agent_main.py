@@ -31,6 +31,8 @@ if __name__ == "__main__":
             liveness_seconds=float(liveness),
             grace_seconds=float(os.environ.get("GRACE", "0")),
             leave_seconds=1.0,
+            prints={"code": "c0"},
+            spares=int(os.environ.get("SPARES", "0")),
             layout=f"dp{ranks}",
             resize=resize,
         )

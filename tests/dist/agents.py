@@ -18,6 +18,7 @@ from dynatrain.observe.run import RunFolder
 
 ROOT = Path(__file__).parents[2]
 MAIN = ROOT / "tests" / "dist" / "agent_main.py"
+JOIN = MAIN.with_name("join_main.py")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -78,7 +79,7 @@ class RunningAgent:
 
 @contextmanager
 def agent(
-    folder: Path, entry: str, ranks: int = 2, liveness: float = 20.0, *before: str, **env: str
+    folder: Path, entry: str, ranks: int = 2, liveness: float = 20.0, *before: str, main: Path = MAIN, **env: str
 ) -> Iterator[RunningAgent]:
     """An agent that runs ``entry``; killed with all that it started when the test is over.
 
@@ -88,10 +89,11 @@ def agent(
         ranks: world size.
         liveness: the agent's patience, in seconds.
         before: what is put in front of the command, for example torchrun.
+        main: the agent's program.
         env: more environment.
     """
     what = (str(folder), entry if ":" in entry else f"tests.dist.toy:{entry}", str(ranks), str(liveness))
-    command = [*(before or (sys.executable,)), str(MAIN), *what]
+    command = [*(before or (sys.executable,)), str(main), *what]
     process = subprocess.Popen(command, cwd=ROOT, env=environment(**env), stderr=subprocess.PIPE, text=True)
     running = RunningAgent(process, RunFolder(folder))
     below: list[psutil.Process] = []

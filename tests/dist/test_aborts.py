@@ -10,6 +10,7 @@ from tests.jobs import late
 from tests.ledgers import registered_groups
 from tests.ranks import run
 
+from dynatrain.execute.memory import nearest
 from dynatrain.execute.transport import GroupTransport
 from dynatrain.layout.text import print_layout
 
@@ -123,7 +124,7 @@ class Director:
             self.case = None
 
 
-def play(script, seconds, transport=GroupTransport):
+def play(script, seconds, transport=nearest):
     def work(world):
         sit_down(world)
         director = Director(world, script, transport)
@@ -174,8 +175,17 @@ def judge(results):
     assert differs is None, differs
 
 
-@pytest.mark.parametrize("transport", [GroupTransport, pytest.param(late, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("mode", ["keep", "tight"])
+@pytest.mark.parametrize(
+    ("mode", "transport"),
+    [
+        ("keep", GroupTransport),
+        ("tight", nearest),
+        pytest.param("keep", nearest, marks=pytest.mark.sweep),
+        pytest.param("tight", GroupTransport, marks=pytest.mark.sweep),
+        pytest.param("keep", late, marks=pytest.mark.sweep),
+        pytest.param("tight", late, marks=pytest.mark.sweep),
+    ],
+)
 def test_a_raise_in_any_phase_and_round_leaves_the_old_world_with_equal_bits(mode, transport):
     script = [Case(*point, number % 4, mode) for number, point in enumerate(points((0, -1)))]
     judge(play(script, 240, transport))

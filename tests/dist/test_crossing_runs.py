@@ -2,15 +2,17 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from tests.cli import ROOT, dynatrain, environment
 from tests.dist.paced import PACE
 
+from dynatrain.app.runs import RunWorld
 from dynatrain.data.order import batch_ids
 from dynatrain.data.prepare import open_samples
 from dynatrain.observe.log import Tail
@@ -39,13 +41,13 @@ pytestmark = [pytest.mark.sweep, pytest.mark.timeout(300)]
 
 
 @contextmanager
-def training(place, name):
+def training(place, name, *words, **env):
     """A run that is being trained, slowly while its first rank 0 is there."""
-    command = [sys.executable, MAIN, "paced:main", "train", "run.toml", "--run", name]
+    command = [sys.executable, MAIN, "paced:main", "train", "run.toml", "--run", name, *words]
     process = subprocess.Popen(
         command,
         cwd=place,
-        env=environment() | {PACE: "0.1"},
+        env=environment() | {PACE: "0.1"} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -82,10 +84,13 @@ def place(tmp_path):
 
 
 def test_a_run_grows_shrinks_and_loses_its_rank_0_and_its_numbers_are_those_of_a_run_left_alone(place):
-    with training(place, "moved") as (process, run):
+    with training(place, "moved", "--world.spares=1") as (process, run):
         until(lambda: len(steps_of(run)) > 3, process)
+        (spare,) = until(lambda: [one for one in Tail(run.events).new() if one["kind"] == "newcomer"], process)
+        time.sleep(1.0)  # for its first beat
         grown = dynatrain("scale", "moved", "3", cwd=place)
         assert grown.code == 0, grown
+        assert spare["member"] in RunWorld.of(run).members
         # Eight steps of a world say what the way there has cost.
         until(lambda: sum(line["generation"] == 1 for line in steps_of(run)) > 10, process)
         drained = dynatrain("drain", "moved", "--rank", "0", cwd=place)
@@ -113,3 +118,40 @@ def test_a_run_grows_shrinks_and_loses_its_rank_0_and_its_numbers_are_those_of_a
     books = [json.loads((run.switch(number) / "certificate.json").read_text()) for number in (1, 2)]
     assert [book["outcome"] for book in books] == ["committed"] * 2
     assert all(book["lost_seconds"] is not None and book["lost_seconds"] < 60 for book in books), books
+
+
+def test_hosts_come_and_go_and_the_numbers_are_those_of_a_run_left_alone(place):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        several = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    with ExitStack() as stack:
+        first, run = stack.enter_context(training(place, "moved", RANK="0", **several))
+        second, _ = stack.enter_context(training(place, "moved", RANK="1", **several))
+        until(lambda: len(steps_of(run)) > 3, first)
+        words = [sys.executable, "-m", "dynatrain", "join", "moved", "--ranks", "1", "--place", "third"]
+        third = subprocess.Popen(words, cwd=place, env=environment(), stderr=subprocess.PIPE, text=True)
+        stack.callback(third.kill)
+        until(lambda: steps_of(run)[-1]["layout"] == "fsdp3", first)
+        drained = dynatrain("drain", "moved", "--host", "1", "--deadline", "2m", cwd=place)
+        assert drained.code == 0, drained
+        assert "as in switch 1 of this run" in drained.out
+        second.communicate(timeout=30)
+        assert second.returncode == 0
+        assert dynatrain("drain", "moved", "--host", "0", cwd=place).code == 2
+        third.send_signal(signal.SIGTERM)
+        assert (third.communicate(timeout=60), third.returncode)[1] == 0
+        last = until(lambda: steps_of(run)[-1]["layout"] == "dp1" and steps_of(run)[-1]["step"], first)
+        until(lambda: steps_of(run)[-1]["step"] > last + 10, first)
+        first.send_signal(signal.SIGTERM)
+        first.communicate(timeout=60)
+        assert first.returncode == 75
+    with training(place, "alone") as (process, alone):
+        until(lambda: len(steps_of(alone)) > 30, process)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    moved = steps_of(run)
+    assert [line["step"] for line in moved] == list(range(len(moved)))
+    layouts = list(dict.fromkeys((line["generation"], line["layout"]) for line in moved))
+    assert [layout for _, layout in layouts] == ["fsdp2", "fsdp3", "fsdp2", "dp1"]
+    for one, other in zip(moved, steps_of(alone), strict=False):
+        assert abs(one["loss"] - other["loss"]) <= 1e-12, (one, other)
+    assert dynatrain("check", "moved", cwd=place).code == 0

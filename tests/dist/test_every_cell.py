@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cells import AXES, EXACT, HOME, STATES
-from tests.jobs import Books, Case, everywhere, switcher
+from tests.jobs import Books, Case, Ends, everywhere, switcher
+from tests.pasted import pasted, same
 from tests.shapes import latent_shape
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -162,9 +163,10 @@ def means(world, name):
 
 @dataclass
 class Ran:
-    """What one run came to, as one rank saw it."""
+    """What one run came to, as one rank saw it; ``moved`` is what it held right before and after each switch."""
 
     switches: list
+    moved: list
     numbers: list
     values: dict
     common: dict
@@ -174,7 +176,7 @@ def run(world, job, tour, name, *, states=False):
     """``STEPS`` steps of ``job``; with ``states``, one of everything beside it."""
     books, numbers = Books(), []
     sw = switcher(job, world, tour[0], recorder=books, **means(world, name))
-    things = []
+    things, ends = [], Ends(sw, world.rank)
     if states:
         averages = [Average(sw.world, local=local) for local in (False, True)]
         things = [*averages, Scaler()]
@@ -186,6 +188,8 @@ def run(world, job, tour, name, *, states=False):
 
     def after(result):
         numbers.append((result.loss, result.grad_norm))
+        if len(tour) > 1 and result.step == CASE.steps_each - 1:
+            ends.leave()
         if states:
             for average in things[:2]:
                 average.update(sw.world)
@@ -204,7 +208,7 @@ def run(world, job, tour, name, *, states=False):
         for path, module in part.named_modules()
         if isinstance(module, Scaled)
     }
-    found = Ran(books.switches, numbers, {k: v.clone() for k, v in sw.world.values().items()}, common)
+    found = Ran(books.switches, ends.found, numbers, {k: v.clone() for k, v in sw.world.values().items()}, common)
     return sw, found
 
 
@@ -315,10 +319,15 @@ def assert_switched(ran):
 @pytest.mark.parametrize("optimizer", EXACT)
 @pytest.mark.parametrize("axis", AXES)
 def test_each_optimizer(axis, optimizer, optimizer_runs, optimizers_alone):
-    for rank in optimizer_runs(axis):
-        ran, distances = rank[optimizer]
+    ranks = [of_rank[optimizer] for of_rank in optimizer_runs(axis)]
+    assert [len(ran.moved) for ran, _ in ranks] == [2, 2]
+    for ends in zip(*(ran.moved for ran, _ in ranks), strict=True):
+        before, after = (pasted(side) for side in zip(*ends, strict=True))
+        assert before
+        assert same(before, after) == []
+    for ran, distances in ranks:
         assert_switched(ran)
-        if EXACT[optimizer] != "bits":  # codes of a byte may flip at 1e-16: there, digests behind each switch decide
+        if EXACT[optimizer] != "bits":  # codes of a byte may flip at 1e-16
             assert max(distances.values()) <= 1e-12
             assert furthest(ran, optimizers_alone[optimizer]) <= 1e-12
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import psutil
 import pytest
-from tests.dist.agents import RunningAgent, agent, gone, until
+from tests.dist.agents import JOIN, RunningAgent, agent, gone, until
 from tests.dist.test_torchrun import two_agents
 
 from dynatrain.observe.requests import Answer, Request, new_id, submit, wait_answer
@@ -185,3 +185,107 @@ def test_two_agents_take_newcomers_on_the_second_node_and_let_them_go(tmp_path):
         submit(first.run.requests, Request(id="stop", verb="stop"))
         assert [run.end(60)[0] for run in (first, second)] == [0, 0]
         assert gone(below)
+
+
+def test_a_notice_to_one_of_two_hosts_takes_it_out_with_code_0_and_the_run_goes_on(tmp_path):
+    with ExitStack() as stack:
+        first, second = two_agents(stack, tmp_path / "run", CROSS, 4, GRACE="20")
+        until(lambda: len(first.events("ranks_started")) == 2, 60)
+        below = second.below()
+        second.send(signal.SIGTERM)
+        second.end(30)
+        assert gone(below)
+        assert [event["exit"] for event in first.events("agent_ended")] == [0]
+        assert [event["node"] for event in until(lambda: first.events("host_left"))] == [1]
+        assert living(first) == [0, 1]
+        assert ask(first, size=3).outcome == "done"  # and newcomers come to the host that is left
+        assert len(living(first)) == 3
+        below = first.below()
+        first.send(signal.SIGTERM)
+        first.end(30)
+        assert [event["exit"] for event in first.events("agent_ended")] == [0, 75]
+        assert gone(below)
+
+
+def test_a_spare_waits_in_its_place_and_is_called_to_the_next_world(tmp_path):
+    with agent(tmp_path / "run", CROSS, 1, SPARES="1") as run:
+        (spare,) = until(lambda: run.events("newcomer"))
+        until(lambda: psutil.Process(spare["pid"]).num_threads() > 1)  # its heart
+        assert living(run) == [0, 1]
+        assert ask(run, size=2).outcome == "done"
+        told = [json.loads(line) for line in run.run.log(1).read_text().splitlines()]
+        assert told == [{"member": 1, "world": [0, 1], "layout": "dp2", "generation": 1}]
+        until(lambda: living(run) == [0, 1, 2])
+        below = run.below()
+        stop(run)
+        assert gone(below)
+
+
+def test_an_agent_joins_and_takes_ranks_a_second_one_is_refused_and_a_notice_takes_it_out_again(tmp_path):
+    folder = tmp_path / "run"
+    with ExitStack() as stack:
+        first = stack.enter_context(agent(folder, CROSS, 1))
+        first.pids()
+        joined = stack.enter_context(agent(folder, CROSS, 1, main=JOIN, PLACE="pod-7"))
+        until(lambda: ("done", [0, 1]) in crossings(first))
+        (newcomer,) = first.events("newcomer")
+        assert psutil.Process(newcomer["pid"]) in joined.below()
+        second = stack.enter_context(agent(folder, CROSS, 1, main=JOIN, PLACE="pod-7"))
+        code, said, _ = second.end()
+        assert (code, "the place 'pod-7' is taken by process" in said) == (2, True), said
+        assert "is taken by" in first.events("join_refused")[0]["reason"]
+        below = joined.below()
+        joined.send(signal.SIGTERM)
+        code, said, _ = joined.end()
+        assert (code, gone(below)) == (0, True), said
+        assert crossings(first)[-1] == ("done", [0])
+        assert len(first.events("host_joined")) == 1
+        assert ask(first, size=2).outcome == "done"
+        stop(first)
+        assert not (folder / "join.json").exists()
+        assert not first.events("run_failed")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [({"CODE": "c1"}, "another code: c1, the run has c0"), ({"TOKEN": "guessed"}, "does not have the run's token")],
+)
+def test_who_is_not_of_the_run_is_refused_on_both_sides_and_the_run_goes_on(tmp_path, env, reason):
+    folder = tmp_path / "run"
+    with agent(folder, CROSS, 1) as first:
+        first.pids()
+        with agent(folder, CROSS, 1, main=JOIN, **env) as other:
+            code, said, _ = other.end()
+        assert (code, reason in said) == (2, True), said
+        assert reason in first.events("join_refused")[0]["reason"]
+        assert ask(first, size=2).outcome == "done"
+        stop(first)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("told", [(0, 1), (1, 0), (0,)])
+def test_a_notice_to_node_0_stops_the_run_saved_on_all_whoever_else_is_told(tmp_path, told):
+    with ExitStack() as stack:
+        runs = two_agents(stack, tmp_path / "run", CROSS, 2, GRACE="20")
+        until(lambda: len(runs[0].events("ranks_started")) == 2, 60)
+        below = [process for run in runs for process in run.below()]
+        for node in told:
+            runs[node].send(signal.SIGTERM)
+            time.sleep(0.3)
+        for run in runs:
+            run.end(40)
+        assert [event["exit"] for event in runs[0].events("agent_ended")] == [75, 75]
+        assert not runs[0].events("crossing")
+        assert gone(below)
+
+
+@pytest.mark.sweep
+def test_a_notice_stops_the_run_saved_where_the_others_cannot_go_on(tmp_path):
+    with ExitStack() as stack:
+        runs = two_agents(stack, tmp_path / "run", CROSS, 2, GRACE="20", FAULTS=faults(m0="objects"))
+        until(lambda: len(runs[0].events("ranks_started")) == 2, 60)
+        runs[1].send(signal.SIGTERM)
+        said = [run.end(40)[1] for run in runs]
+        assert [event["exit"] for event in runs[0].events("agent_ended")] == [75, 75]
+        assert "planted: no memory" in said[0], said

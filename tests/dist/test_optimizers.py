@@ -69,7 +69,7 @@ def apart(part, optimizer, alone, single):
     """``{state: largest difference}`` from the whole values of one process."""
     found = {}
     names = {id(param): name for name, param in part.named_parameters()}
-    for param, states in kept(optimizer):
+    for param, states, _ in kept(optimizer):
         shard = Shard(param)
         other = alone.get_parameter(names[id(param)])
         pairs = [("param", param, other, shard.box)]

@@ -10,6 +10,7 @@ import pytest
 from tests.jobs import everywhere, late
 from tests.walks import Walker
 
+from dynatrain.execute.memory import nearest
 from dynatrain.execute.rounds import Executor
 from dynatrain.execute.transport import GroupTransport
 from dynatrain.train import attempt as attempts
@@ -115,7 +116,9 @@ def plant_all(world, transport):
     return found
 
 
-@pytest.fixture(scope="module", params=[GroupTransport, pytest.param(late, marks=pytest.mark.sweep)])
+@pytest.fixture(
+    scope="module", params=[nearest, *(pytest.param(one, marks=pytest.mark.sweep) for one in (GroupTransport, late))]
+)
 def found(request):
     return everywhere(4, lambda world: plant_all(world, request.param), 200)
 

@@ -6,6 +6,7 @@ from tests.addresses import arriving
 from tests.jobs import TEN, circuit, everywhere, late
 from tests.walks import BUNDLE, FEW, LAYERS, SMALLEST, TENSORS, Walker
 
+from dynatrain.execute.memory import nearest
 from dynatrain.execute.transport import GroupTransport
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a run waits for the whole run
@@ -23,11 +24,13 @@ def walk(world, layouts, modes, transport):
 
 RUNS = {
     "gloo": (circuit(TEN, 1), ("keep", "tight"), GroupTransport),
+    "memory, ten pairs": ((*TEN, TEN[0]), ("keep", "tight"), nearest),
     "late, ten pairs": ((*TEN, TEN[0]), ("tight", "keep"), late),
     "gloo, other modes": (circuit(TEN, 1), ("tight", "keep"), GroupTransport),
     "late": (circuit(TEN, 2), ("keep", "tight"), late),
+    "memory": (circuit(TEN, 3), ("tight", "keep"), nearest),
 }
-LONG = ("gloo, other modes", "late")
+LONG = ("gloo, other modes", "late", "memory")
 
 
 @pytest.fixture(

@@ -15,13 +15,13 @@ from tests.dist.agents import RunningAgent, agent, environment, gone, until
 from dynatrain.observe.log import Tail
 
 
-def two_agents(stack: ExitStack, folder: Path, entry: str, ranks: int) -> list[RunningAgent]:
+def two_agents(stack: ExitStack, folder: Path, entry: str, ranks: int, **env: str) -> list[RunningAgent]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     before = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     address = ["--master-addr=127.0.0.1", f"--master-port={port}"]
     return [
-        stack.enter_context(agent(folder, entry, ranks, 20.0, *before, *address, f"--node-rank={node}"))
+        stack.enter_context(agent(folder, entry, ranks, 20.0, *before, *address, f"--node-rank={node}", **env))
         for node in range(2)
     ]
 
@@ -96,7 +96,9 @@ def test_a_real_run_over_two_nodes_has_the_losses_of_one_on_one_node(tmp_path: P
 
 
 @pytest.mark.sweep
-def test_sigterm_on_one_node_stops_the_ranks_of_both_at_one_step_edge(tmp_path: Path) -> None:
+def test_sigterm_on_one_node_stops_both_where_ranks_hand_nothing_over(
+    tmp_path: Path,
+) -> None:
     with ExitStack() as stack:
         first, second = two_agents(stack, tmp_path / "run", "train", 4)
         _until_training(first)

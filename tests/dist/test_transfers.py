@@ -1,5 +1,6 @@
-"""The executor over gloo in real processes: right place, killed, stopped and failing peers."""
+"""The executor in real processes, over gloo and through memory: right place, killed, stopped and failing peers."""
 
+import itertools
 import os
 import signal
 import time
@@ -10,7 +11,9 @@ from tests.doubles import LateTransport
 from tests.ranks import run
 from tests.stamped import Rank, job, owns, plans, schedule
 
+from dynatrain.execute import attach, memory
 from dynatrain.execute.exchange import CorruptMove
+from dynatrain.execute.memory import nearest
 from dynatrain.execute.rounds import RoundRefused, backward
 from dynatrain.execute.transport import GroupTransport, Message, TransportError
 
@@ -23,7 +26,8 @@ class Spoiling:
     """Flips one bit of the first message that arrives."""
 
     def __init__(self, inner):
-        self.inner, self.size, self.close, self.fresh = inner, inner.size, inner.close, True
+        self.inner, self.size, self.name, self.direct = inner, inner.size, inner.name, inner.direct
+        self.close, self.fresh = inner.close, True
 
     def post(self, sends, receives):
         first, self.fresh = receives if self.fresh else [], self.fresh and not receives
@@ -40,11 +44,18 @@ class SpoilingPending:
             message.tensor[-1] ^= 1
 
 
-def member(world, ends, mode, name, *, wrap=lambda transport: transport, hook=None):
+TRANSPORTS = {"gloo": GroupTransport, "memory": nearest}
+
+by_each = pytest.mark.parametrize("by", TRANSPORTS)
+
+
+def member(world, ends, mode, name, by, *, wrap=lambda transport: transport, hook=None):
     """This process as one rank of a switch, not yet run."""
     old, new = (owns(JOB, text) for text in ends)
     plan = plans(JOB, old, new, world.size, schedule(JOB, mode, per_round=20))[world.rank]
-    transport = wrap(GroupTransport(world.group(name), range(world.size)))
+    transport = TRANSPORTS[by](world.group(name), range(world.size))
+    assert transport.name == by
+    transport = wrap(transport)
     rank = Rank(JOB, old, new, plan, transport, lambda number: world.vote(f"{name}/{number}", yes=True))
     if hook:
         rank.executor._hook = hook
@@ -63,14 +74,14 @@ def outcome(world, rank, name, seconds=8):
 
 
 @pytest.mark.parametrize("ends", [("fsdp4", "fsdp2.tp2"), ("pp2.tp2", "dp2.fsdp2"), ("tp4", "fsdp3")], ids="-".join)
-def test_gloo_and_gloo_as_late_as_it_may_be_put_everything_in_its_place(ends):
+def test_every_transport_also_as_late_as_it_may_be_puts_everything_in_its_place(ends):
     new = owns(JOB, ends[1])
 
     def work(world):
         wrong = []
-        for mode in ("keep", "tight"):
-            for name, wrap in (("gloo", lambda t: t), ("late", lambda t: LateTransport(t, world.rank))):
-                rank = member(world, ends, mode, f"{mode}/{name}", wrap=wrap)
+        for mode, by in itertools.product(("keep", "tight"), TRANSPORTS):
+            for name, wrap in (("in time", lambda t: t), ("late", lambda t: LateTransport(t, world.rank))):
+                rank = member(world, ends, mode, f"{mode}/{by}/{name}", by, wrap=wrap)
                 rank.executor.run(20)
                 wrong += rank.misplaced(new, rank.executor.new)
         return wrong
@@ -78,14 +89,15 @@ def test_gloo_and_gloo_as_late_as_it_may_be_put_everything_in_its_place(ends):
     assert run(4, work) == [[]] * 4
 
 
+@by_each
 @pytest.mark.parametrize("event", ["round_start", "posted", "received"])
-def test_a_killed_peer_is_an_error_on_all_others_within_seconds(event):
+def test_a_killed_peer_is_an_error_on_all_others_within_seconds(event, by):
     def work(world):
         def hook(seen, number):
             if (seen, number, world.rank) == (event, 1, 2):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        rank = member(world, ("fsdp4", "pp2.tp2"), "keep", "kill", hook=hook)
+        rank = member(world, ("fsdp4", "pp2.tp2"), "keep", "kill", by, hook=hook)
         found = outcome(world, rank, "kill")
         return found[0], found[1] < 5, rank.misplaced(owns(JOB, "fsdp4"), rank.old)
 
@@ -97,13 +109,14 @@ def test_a_killed_peer_is_an_error_on_all_others_within_seconds(event):
         assert (quick or event == "received", wrong) == (True, [])
 
 
-def test_a_stopped_peer_is_named_at_the_deadline():
+@by_each
+def test_a_stopped_peer_is_named_at_the_deadline(by):
     def work(world):
         def hook(seen, number):
             if (seen, number, world.rank) == ("posted", 0, 1):
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-        return outcome(world, member(world, ("fsdp4", "tp4"), "keep", "stop", hook=hook), "stop", seconds=2)
+        return outcome(world, member(world, ("fsdp4", "tp4"), "keep", "stop", by, hook=hook), "stop", seconds=2)
 
     results = run(4, work, silent=[1])
     for rank in (0, 2, 3):
@@ -113,7 +126,8 @@ def test_a_stopped_peer_is_named_at_the_deadline():
     assert any(results[rank][2] == (1,) for rank in (0, 2, 3))
 
 
-def test_a_failing_rank_frees_the_others_and_tight_goes_back_on_a_new_group():
+@by_each
+def test_a_failing_rank_frees_the_others_and_tight_goes_back_on_a_new_group(by):
     ends, rounds = ("fsdp4", "pp2.tp2"), schedule(JOB, "tight", per_round=20)
     old, new = (owns(JOB, text) for text in ends)
 
@@ -125,14 +139,14 @@ def test_a_failing_rank_frees_the_others_and_tight_goes_back_on_a_new_group():
                 failed.append(time.monotonic())
                 raise InterruptedError
 
-        rank = member(world, ends, "tight", "ahead", hook=hook)
+        rank = member(world, ends, "tight", "ahead", by, hook=hook)
         found = outcome(world, rank, "ahead", DEADLINE)
         freed = time.monotonic()
         rank.executor._hook = lambda _event, _round: None
         back = plans(JOB, new, old, 4, backward(rounds, 1))[world.rank]
         way = rank.executor.way_back(
             plan=back,
-            transport=GroupTransport(world.group("back"), range(4)),
+            transport=TRANSPORTS[by](world.group("back"), range(4)),
             agreed=1,
             agree=lambda number: world.vote(f"back/{number}", yes=True),
         )
@@ -150,10 +164,11 @@ def test_a_failing_rank_frees_the_others_and_tight_goes_back_on_a_new_group():
     assert max(result[3] for result in results) - failed < DEADLINE / 2
 
 
-def test_one_flipped_bit_on_the_way_names_the_move():
+@by_each
+def test_one_flipped_bit_on_the_way_names_the_move(by):
     def work(world):
         wrap = Spoiling if world.rank == 2 else lambda transport: transport
-        return outcome(world, member(world, ("fsdp4", "fsdp2.tp2"), "keep", "flip", wrap=wrap), "flip")
+        return outcome(world, member(world, ("fsdp4", "fsdp2.tp2"), "keep", "flip", by, wrap=wrap), "flip")
 
     results = run(4, work)
     assert results[2][0] == "CorruptMove"
@@ -161,9 +176,10 @@ def test_one_flipped_bit_on_the_way_names_the_move():
     assert {results[rank][0] for rank in (0, 1, 3)} <= {"RoundRefused", "TransportError"}
 
 
-def test_closing_ends_the_waits_of_peers_and_of_our_own_threads():
+@by_each
+def test_closing_ends_the_waits_of_peers_and_of_our_own_threads(by):
     def work(world):
-        transport = GroupTransport(world.group("close"), range(3))
+        transport = TRANSPORTS[by](world.group("close"), range(3))
         began = time.monotonic()
         if world.rank == 0:
             time.sleep(0.3)
@@ -180,13 +196,49 @@ def test_closing_ends_the_waits_of_peers_and_of_our_own_threads():
     assert run(3, work) == ["closed", ((0,), True), ((0,), True)]
 
 
-def test_plan_ranks_may_be_numbered_otherwise_than_the_group():
+@by_each
+def test_plan_ranks_may_be_numbered_otherwise_than_the_group(by):
     def work(world):
         numbers = [7, 3, 5]
-        transport = GroupTransport(world.group("numbers"), numbers)
+        transport = TRANSPORTS[by](world.group("numbers"), numbers)
         mine, peer, before = numbers[world.rank], numbers[(world.rank + 1) % 3], numbers[world.rank - 1]
         got = torch.zeros(1)
         transport.post([Message(peer, torch.tensor([float(mine)]))], [Message(before, got)]).wait(10)
         return got.item() == before
 
     assert run(3, work) == [True] * 3
+
+
+def test_ranks_that_may_not_read_each_other_use_the_wire_and_those_that_may_do_not():
+    """Of four ranks, 0 and 1 see each other, and 2 can be read by nobody, as in a container that forbids it."""
+
+    def work(world):
+        if world.rank == 3:
+            memory.machine = lambda: 3
+        ask = attach._LIBC.process_vm_readv
+        forbidden = world.store
+        forbidden.set(f"process/{world.rank}", str(os.getpid()))
+        closed = int(forbidden.get("process/2"))
+
+        class Guarded:
+            prctl = staticmethod(lambda *_: 0)
+
+            @staticmethod
+            def process_vm_readv(process, *more):
+                return -1 if process == closed else ask(process, *more)
+
+        attach._LIBC = Guarded
+        transport = nearest(world.group("mixed"), range(4))
+        near = [peer for peer in range(4) if peer != world.rank and transport.direct(peer)]
+        ends = ("fsdp4", "fsdp2.tp2")
+        plan = plans(JOB, *(owns(JOB, text) for text in ends), 4, schedule(JOB, "keep", per_round=20))[world.rank]
+        rank = Rank(JOB, *(owns(JOB, text) for text in ends), plan, transport, lambda _round: True)
+        rank.executor.run(20)
+        return transport.name, near, rank.misplaced(owns(JOB, ends[1]), rank.executor.new)
+
+    assert run(4, work) == [
+        ("memory, gloo", [1], []),
+        ("memory, gloo", [0], []),
+        ("gloo", [], []),
+        ("gloo", [], []),
+    ]

@@ -1,17 +1,19 @@
 """The executor on many ranks in one process, every element stamped with its address, every target poisoned."""
 
 import dataclasses
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from tests import stamped
-from tests.doubles import LateTransport
+from tests.doubles import Hub, LateTransport, LocalTransport
 from tests.stamped import Ballot, Rank, everywhere, granules, job, local, owns, plans, schedule
 
 from dynatrain.execute import exchange, wire
 from dynatrain.execute.exchange import CorruptMove
+from dynatrain.execute.memory import MemoryTransport
 from dynatrain.execute.rounds import RoundRefused, backward
 from dynatrain.execute.transport import Message, TransportError
 from dynatrain.plan.build import rank_plan
@@ -102,6 +104,42 @@ def planned_bytes(plan):
             if nbytes:
                 found[move.src, move.dst] = found.get((move.src, move.dst), 0) + nbytes
     return found
+
+
+def on_nodes(size, ranks_per_node):
+    """Of each rank, whether another one is on its machine."""
+    return [lambda peer, node=rank // ranks_per_node: peer // ranks_per_node == node for rank in range(size)]
+
+
+def by_place(size, ranks_per_node=8):
+    """Transports that go from place to place within a machine."""
+    hub = Hub(size)
+    return [LocalTransport(hub, rank, direct=near) for rank, near in enumerate(on_nodes(size, ranks_per_node))]
+
+
+def by_memory(size, ranks_per_node=8):
+    """The product's over that of the tests: here all ranks are one process, which may read itself."""
+    return [
+        MemoryTransport(wire, {peer: os.getpid() for peer in range(size) if peer != rank and near(peer)})
+        for rank, (wire, near) in enumerate(zip(local(size), on_nodes(size, ranks_per_node), strict=True))
+    ]
+
+
+@pytest.mark.parametrize("mode", ["keep", "tight"])
+@pytest.mark.parametrize("ranks_per_node", [8, 2])
+@pytest.mark.parametrize("make", [by_place, by_memory])
+@pytest.mark.parametrize("seed", range(2))
+def test_every_element_arrives_at_its_place_where_nothing_is_staged_on_a_machine(make, ranks_per_node, mode, seed):
+    for (a, order_a), (b, order_b) in pairs(2, seed + 50):
+        old, new = owns(JOB, a, order_a), owns(JOB, b, order_b)
+        size = num_holders(old, new)
+        lines = make(size, ranks_per_node)
+        late = [LateTransport(line, seed * 31 + rank) for rank, line in enumerate(lines)] if seed else lines
+        ranks, results = switch(old, new, mode, late)
+        assert results == [None] * size
+        for rank in ranks:
+            assert rank.misplaced(new, rank.executor.new) == []
+            assert rank.executor.ledger == planned_bytes(rank.plan)
 
 
 @pytest.mark.parametrize("seed", range(4))

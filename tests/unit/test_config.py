@@ -162,6 +162,7 @@ def test_what_is_written_lists_every_value(written):
             "--model.dropout=0.0",
             "--model.attention_dropout=0.0",
             "--optimizer.warmup_steps=3",
+            "--optimizer.decay_steps=9",
             '--switch=[{step=4, layout="dp2"}]',
         ],
     ).config

@@ -1,5 +1,7 @@
 """Where logical tensors lie in Hugging Face's files: all of them, once, and nothing else is taken for a model."""
 
+from dataclasses import replace
+
 import pytest
 from tests.shapes import MIXTRAL, QWEN3_MOE, experts_shape, latent_shape, small_shape
 
@@ -94,14 +96,20 @@ def test_mixtral_has_its_own_names():
 
 
 def test_the_layer_that_predicts_further_is_passed_over_where_deepseek_s_files_have_it():
-    more = {
-        "model.layers.3.eh_proj.weight": ("float32", (64, 128)),
-        "model.layers.3.mlp.up_proj.weight": ("int8", (1,)),
-    }
+    own = {f"model.layers.3.{name}.weight": ("float32", (64, 128)) for name in ("eh_proj", "enorm", "hnorm")}
+    more = own | {"model.layers.3.mlp.up_proj.weight": ("int8", (1,))}
 
     assert located(DEEPSEEK, files_of(DEEPSEEK, **more)) == located(DEEPSEEK, files_of(DEEPSEEK))
     (problem,) = refusal(DEEPSEEK, files_of(DEEPSEEK, **{"model.layers.4.eh_proj.weight": ("float32", (64, 128))}))
     assert "layers.4.eh_proj.weight is there, but" in problem
+
+
+def test_a_layer_of_the_model_that_its_config_does_not_count_is_not_passed_over():
+    full = files_of(DEEPSEEK)
+
+    assert "model.layers.2.self_attn.kv_a_proj_with_mqa.weight" in full
+    problems = refusal(replace(DEEPSEEK, num_hidden_layers=2), full)
+    assert any("model.layers.2.self_attn.kv_a_proj_with_mqa.weight is there, but" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

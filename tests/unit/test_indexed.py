@@ -53,6 +53,28 @@ def test_modes_behind_the_index_are_passed_over_and_an_empty_corpus_is_empty(tmp
     assert len(Indexed.open(pair(tmp_path / "y", [], [0]))) == 0
 
 
+@pytest.mark.parametrize(("written", "said", "explained"), [("<i4", 8, "20"), ("<u2", 4, "40"), ("<i8", 4, "40")])
+def test_an_index_that_does_not_explain_the_size_of_its_tokens_is_refused_with_both_numbers(
+    tmp_path, written, said, explained
+):
+    path = pair(tmp_path / "x", [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10]], [0, 1, 2], code=said)
+    content = np.arange(1, 11).astype(written).tobytes()
+    path.write_bytes(content)
+
+    with pytest.raises(UnreadableError, match=rf"has {len(content)} bytes.*{explained}"):
+        Indexed.open(path)
+
+
+def test_an_index_of_the_other_endianness_or_whose_documents_go_on_behind_its_sequences_is_refused(tmp_path):
+    path = pair(tmp_path / "x", [[1], [2]], [0, 1, 3])
+    with pytest.raises(UnreadableError, match="do not ascend from 0 to its 2 sequences"):
+        Indexed.open(path)
+    index = path.with_suffix(".idx")
+    index.write_bytes(index.read_bytes()[:9] + struct.pack(">Q", 1) + index.read_bytes()[17:])
+    with pytest.raises(UnreadableError, match="is of version 72057594037927936; 1 can be read"):
+        Indexed.open(path)
+
+
 def test_what_is_no_whole_corpus_is_refused_by_name(tmp_path):
     def refused(**changes):
         given = {"sequences": [[1, 2], [3]], "documents": [0, 1, 2]} | changes

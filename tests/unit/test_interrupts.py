@@ -2,8 +2,18 @@ import os
 import signal
 import time
 
+import pytest
+
 from dynatrain.cluster import interrupts
 from dynatrain.cluster.interrupts import Interrupts
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was():
+    """Who was told to end by SIGTERM no longer listens to it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_signals_that_come_together_are_one_wish_and_a_later_one_is_a_second(monkeypatch) -> None:
@@ -15,3 +25,12 @@ def test_signals_that_come_together_are_one_wish_and_a_later_one_is_a_second(mon
         time.sleep(0.25)
         os.kill(os.getpid(), signal.SIGTERM)
         assert received.received == [signal.SIGTERM, signal.SIGTERM]
+
+
+def test_who_was_told_to_end_is_not_ended_by_being_told_again() -> None:
+    with Interrupts():
+        pass
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_IGN
+    with Interrupts():
+        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -24,7 +24,7 @@ from dynatrain.observe.log import Log, Tail
 from dynatrain.observe.requests import Answer, Inbox, Request, read_answer, submit
 from dynatrain.observe.run import RunFolder
 
-PATIENCE, LEAVE_SECONDS = 5.0, 3.0
+PATIENCE, LEAVE_SECONDS, GRACE = 5.0, 3.0, 30.0
 
 
 @dataclass
@@ -45,6 +45,8 @@ class FakeSpawner:
 def resize(present: str, size: int, named: str) -> str:
     if size > 5:
         raise ValueError(f"{size} ranks: at most 5; nearest: 5")
+    if present.startswith("even") and size % 2:
+        raise ValueError(f"{size} ranks: not even")
     return named or present.rstrip("0123456789") + str(size)
 
 
@@ -55,15 +57,17 @@ class Node:
         self.job = Job(
             run=cluster.run,
             attempt=0,
-            place=Place(node=node, nodes=2, host="h", port=1, nonce="s"),
-            world_size=2,
-            layout="dp2",
+            place=Place(node=node, nodes=cluster.meeting.world_size, host="h", port=1, nonce="s"),
+            world_size=cluster.meeting.world_size,
+            layout=f"dp{cluster.meeting.world_size}",
             resize=resize,
             device="cpu",
             liveness_seconds=PATIENCE,
             grace_seconds=0.0,
             leave_seconds=LEAVE_SECONDS,
+            drain_seconds=GRACE,
             announce=print,
+            **cluster.about,
         )
         self.spawner = FakeSpawner()
         self.ranks = Ranks(self.spawner)
@@ -73,15 +77,16 @@ class Node:
             cluster.store,
             self.ranks,
             self.pulse,
-            lambda summons: contexts(
-                self.job, cluster.meeting, summons.newcomers, summons.new, generation=summons.generation
+            lambda newcomers, world, generation: contexts(
+                self.job, cluster.meeting, newcomers, world, generation=generation
             ),
             cluster.log,
             patience=PATIENCE,
             leave_seconds=LEAVE_SECONDS,
-            world=(0, 1),
+            world=tuple(range(cluster.meeting.world_size)),
         )
         self.peers = Peers(cluster.board, self.job.place, clock)
+        self.state = "running"
         self.vitals = Vitals(
             self.ranks,
             self.pulse,
@@ -93,28 +98,33 @@ class Node:
         )
 
 
-class Cluster:
-    """Two nodes with a rank each."""
+class _Store(HashStore):
+    port = 1
 
-    def __init__(self, folder, *, devices: int = 0) -> None:
+
+class Cluster:
+    """Some nodes with a rank each."""
+
+    def __init__(self, folder, *, devices: int = 0, nodes: int = 2, spares: int = 0, **about: object) -> None:
+        self.about = {"spares": spares, **about}
         self.now = 0.0
         self.run = RunFolder.create(folder / "run", config="", environment={})
-        self.store = HashStore()
-        self.board = Board(self.store, 2)
+        self.store = _Store()
+        self.board = Board(self.store, nodes)
         self.log = Log(self.run.events, generation=0, attempt=0)
         self.meeting = Meeting(
-            store=SimpleNamespace(port=1),
+            store=self.store,
             run=self.store,
             board=self.board,
-            world_size=2,
-            devices=dict.fromkeys(range(2), devices),
+            world_size=nodes,
+            devices=dict.fromkeys(range(nodes), devices),
             device="cuda" if devices else "cpu",
             backend="gloo",
             realtime=False,
             attempt=0,
             note="",
         )
-        self.nodes = [Node(self, node) for node in range(2)]
+        self.nodes = [Node(self, node) for node in range(nodes)]
         self.desk = Desk(Inbox(self.run.requests), self.board, self.log)
         first = self.nodes[0]
         self.lead = Lead(first.job, self.meeting, self.desk, first.peers, self.log, lambda: self.now)
@@ -140,7 +150,7 @@ class Cluster:
         report = Report(kind="ended", member=member, pid=100 + member, code=code, signal=signal)
         self.node_of(member).ranks.note(report)
 
-    def tick(self, seconds: float = 0.2, times: int = 4, nodes: int = 2) -> None:
+    def tick(self, seconds: float = 0.2, times: int = 4, nodes: int | None = None) -> None:
         """As agents do it: a few times, so that all have heard what follows."""
         for _ in range(times):
             self.now += seconds / times
@@ -148,7 +158,7 @@ class Cluster:
                 node.pulse.look()
                 node.peers.look()
                 living = node.ranks.living
-                node.peers.say(Status(living=living, heard=node.part.heard, lost=node.part.lost))
+                node.peers.say(Status(state=node.state, living=living, heard=node.part.heard, lost=node.part.lost))
                 if node is self.nodes[0]:
                     self.desk.serve()
                     self.lead.look(stopping=self.stopping)

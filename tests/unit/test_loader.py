@@ -91,7 +91,7 @@ def test_a_step_that_comes_again_gets_its_batch_again_in_the_layout_of_the_momen
         data.next(at("dp1", 0))
         assert data.next(at("dp2", 1, 1)).tolist() == expected(1)[1::2].tolist()
         assert data.next(at("dp1", 1)).tolist() == expected(1).tolist()
-        assert data.state_dict()["batches"] == 2
+        assert data.state_dict()["items"] == 8
         assert data.next(at("dp1", 2)).tolist() == expected(2).tolist()
 
 
@@ -169,3 +169,33 @@ def test_what_cannot_be_loaded_is_refused_by_name(at):
         StreamLoader(Counting(3), global_batch=0)
     with pytest.raises(LoaderError, match="Counting gave no item in a whole pass"):
         StreamLoader(Counting(0), global_batch=2).next(at("dp1", 0))
+
+
+@pytest.mark.parametrize("other_batch", [2, 4, 6])
+def test_a_cursor_goes_on_at_its_item_under_another_global_batch(at, other_batch):
+    def taken(data, steps):
+        return [item for step in range(steps) for item in data.next(at("dp1", step)).tolist()]
+
+    for pick in (0, 1):
+        data, _ = loaders(24, 4)[pick]
+        first = taken(data, 3)
+        other, _ = loaders(24, other_batch)[pick]
+        other.load_state_dict(data.state_dict())
+
+        rest = taken(other, 12 // other_batch)
+        assert sorted(first + rest) == list(range(24)), "each once in the epoch"
+
+
+def test_a_cursor_of_another_order_is_refused_by_name(at):
+    data = DatasetLoader(Numbers(24), global_batch=4, seed=3)
+    data.next(at("dp1", 0))
+    state = data.state_dict()
+    for other, said in (
+        (DatasetLoader(Numbers(24), global_batch=4, seed=5), "seed was 3 and is 5"),
+        (DatasetLoader(Numbers(25), global_batch=4, seed=3), "samples was 24 and is 25"),
+    ):
+        with pytest.raises(LoaderError, match=said):
+            other.load_state_dict(state)
+    for old in loaders(24, 4):
+        with pytest.raises(LoaderError):
+            old[0].load_state_dict({"batches": 2, "step": 1, "seed": 3, "samples": 24})

@@ -171,7 +171,7 @@ def test_what_is_left_and_cannot_go_on_ends_the_run_with_both_reasons(cluster) -
 
 
 def test_as_many_as_are_to_be_are_replaced_and_the_layout_before_comes_back(cluster) -> None:
-    cluster.lead._replacements = 1
+    cluster.lead._losses._replacements = 1
     cluster.grow()
     cluster.end(1, signal=9)
     cluster.tick()

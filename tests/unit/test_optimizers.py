@@ -217,6 +217,6 @@ def test_what_is_declared_for_a_decoder_is_what_its_optimizer_keeps(name):
         part = DecoderPart(shape, layers, first=True, last=True, streams=KeyedStream(seed=0))
     optimizer = optimizer_of(part, OptimizerSettings(name=name))
     names = {id(param): path for path, param in part.named_parameters()}
-    live = {names[id(param)]: states for param, states in kept(optimizer)}
+    live = {names[id(param)]: states for param, states, _ in kept(optimizer)}
     declared = catalogue(shape, optimizer=name)
     assert live == {tensor.name: tensor.states[1:] for tensor in declared}

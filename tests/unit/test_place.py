@@ -1,11 +1,13 @@
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from dynatrain.cluster.board import Board
 from dynatrain.cluster.causes import first_cause, say_end
 from dynatrain.cluster.context import Report
+from dynatrain.cluster.door import Door
 from dynatrain.cluster.interrupts import Interrupts
 from dynatrain.cluster.meeting import Job, Meeting, contexts, first_world, meet
 from dynatrain.cluster.place import Place, PlaceError, choose_device, place_from, share, wait_for_listener
@@ -73,6 +75,7 @@ def test_ranks_are_told_how_many_share_their_node(tmp_path, nodes, told) -> None
         liveness_seconds=1.0,
         grace_seconds=0.0,
         leave_seconds=1.0,
+        drain_seconds=1.0,
         announce=print,
     )
     store = host_store()
@@ -125,24 +128,28 @@ def test_the_first_cause_is_who_died_without_words_and_else_who_spoke_first() ->
     ]
 
 
+def job_of(tmp_path, store, node: int, size: int = 4, **about) -> Job:
+    """One of two agents at a store of 127.0.0.1."""
+    return Job(
+        run=RunFolder(tmp_path),
+        attempt=node,
+        place=Place(node=node, nodes=2, host="127.0.0.1", port=store.port, nonce="s"),
+        world_size=size,
+        layout="",
+        resize=lambda *_: "",
+        device="cpu",
+        liveness_seconds=1.0,
+        grace_seconds=0.0,
+        leave_seconds=1.0,
+        drain_seconds=1.0,
+        announce=print,
+        **about,
+    )
+
+
 def test_all_agents_take_the_number_of_ranks_from_node_0(tmp_path) -> None:
     store = host_store()
-    jobs = [
-        Job(
-            run=RunFolder(tmp_path),
-            attempt=node,
-            place=Place(node=node, nodes=2, host="127.0.0.1", port=store.port, nonce="s"),
-            world_size=size,
-            layout="",
-            resize=lambda *_: "",
-            device="cpu",
-            liveness_seconds=1.0,
-            grace_seconds=0.0,
-            leave_seconds=1.0,
-            announce=print,
-        )
-        for node, size in enumerate((8, 4))
-    ]
+    jobs = [job_of(tmp_path, store, node, size) for node, size in enumerate((8, 4))]
     with ThreadPoolExecutor(2) as pool:
         met = list(pool.map(lambda job: meet(job, Interrupts()), jobs))
     assert [(one.world_size, one.attempt) for one in met] == [(8, 0), (8, 0)]
@@ -150,3 +157,21 @@ def test_all_agents_take_the_number_of_ranks_from_node_0(tmp_path) -> None:
         [one.member for one in contexts(*both, first_world(*both), range(8))] for both in zip(jobs, met, strict=True)
     ]
     assert members == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    other = replace(jobs[1], prints={"code": "x"})  # a second agent as node 1
+    with pytest.raises(PlaceError, match=r"the place of node 1 is taken by process \d+ on .*one agent"):
+        meet(other, Interrupts())
+    assert "the place of node 1 is taken" in Door(store, "").look()
+
+
+def test_agents_that_are_not_alike_do_not_begin_and_each_says_why(tmp_path) -> None:
+    store = host_store()
+
+    def refused(node: int) -> str:
+        with pytest.raises(PlaceError) as error:
+            meet(job_of(tmp_path, store, node, prints={"code": f"c{node}", "torch": "2"}), Interrupts())
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        for said in pool.map(refused, range(2)):
+            assert "node 1 has another code (c1) than node 0 (c0)" in said
+            assert "torch" not in said

@@ -9,7 +9,7 @@ from dynatrain.app.planned import change, change_of_model, change_of_record
 from dynatrain.app.verify import check_file
 from dynatrain.layout.legality import problems
 from dynatrain.layout.text import parse_layout
-from dynatrain.plan.record import PlanRecord, PlanRecordError
+from dynatrain.plan.record import SCHEMA, PlanRecord, PlanRecordError
 from dynatrain.space.ownership import declared
 from dynatrain.space.presets import PRESETS
 
@@ -112,7 +112,12 @@ def test_every_change_of_a_record_is_found(tmp_path, key):
 
 
 def test_another_schema_and_other_texts_are_refused():
-    later = dataclasses.replace(recorded(), schema=5).to_json()
-    for text, said in ((later, "schema 5"), ("{}", "not a plan record"), ("[1]", "not a plan record"), ("", "not a")):
+    later = dataclasses.replace(recorded(), schema=SCHEMA + 1).to_json()
+    for text, said in (
+        (later, f"schema {SCHEMA + 1}"),
+        ("{}", "not a plan record"),
+        ("[1]", "not a plan record"),
+        ("", "not a"),
+    ):
         with pytest.raises(PlanRecordError, match=said):
             PlanRecord.from_json(text)

@@ -39,6 +39,16 @@ def refusal(*paths, column="text"):
     return str(caught.value)
 
 
+def test_a_byte_order_mark_is_none_of_the_text(tmp_path):
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "a.jsonl").write_bytes(mark + b'{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "b.txt").write_bytes(mark + b"three")
+    (tmp_path / "c.py").write_bytes(mark + b"four = 4")
+    tar_of(tmp_path / "d.tar", [("x.txt", mark + b"five"), ("y.json", mark + b'{"text": "six"}')])
+
+    assert [text for _, text in found(tmp_path)] == ["one", "two", "three", "four = 4", "five", "six"]
+
+
 @pytest.mark.parametrize("kind", ["string", "large_string"])
 @apart
 def test_rows_of_parquet_are_documents_across_row_groups_and_empty_ones_are_left_out(tmp_path, kind):

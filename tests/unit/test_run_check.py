@@ -44,6 +44,15 @@ def test_a_run_of_any_length_has_a_warm_up_that_fits(steps, warmup):
     assert checked(f"--steps={steps}", "--optimizer.warmup_steps=1").config.optimizer.warmup_steps == 1
 
 
+def test_the_cosine_ends_where_the_steps_do_unless_it_is_said_otherwise():
+    assert checked("--steps=50").config.optimizer.decay_steps == 50
+    assert checked("--steps=50", "--optimizer.decay_steps=80").config.optimizer.decay_steps == 80
+    longer = checked("--steps=50").config.model_copy(update={"steps": 900})
+    assert check_run(longer).config.optimizer.decay_steps == 50, "what was filled in stands"
+    with pytest.raises(ConfigError, match=r"optimizer.warmup_steps = 6: at most optimizer.decay_steps = 5"):
+        checked("--optimizer.warmup_steps=6", "--optimizer.decay_steps=5")
+
+
 def test_selective_recomputation_of_compiled_blocks_is_refused_with_what_is_near():
     with pytest.raises(ConfigError, match=r"blocks.recompute = 'selective' .*nearest: 'none' or 'full'"):
         checked("--blocks.compile=true", "--blocks.recompute=selective")

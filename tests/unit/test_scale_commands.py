@@ -5,8 +5,11 @@ import sys
 
 import pytest
 
+from dynatrain.app.commands import drain
 from dynatrain.app.main import main
+from dynatrain.app.predicted import predict, seconds_of
 from dynatrain.app.resize import layout_of_size
+from dynatrain.app.runs import RunWorld
 from dynatrain.config.load import load_config
 from dynatrain.config.toml import to_toml
 from dynatrain.layout.form import LayoutError
@@ -44,7 +47,16 @@ def call(monkeypatch, capsys):
 def crossed(run, *, stage="done", members=(1, 4, 5), layout="fsdp3"):
     with Log(run.events, generation=0, attempt=0) as log:
         log.write("agent_started", world_size=2, nodes=1)
-        log.write("crossing", stage=stage, world=7, members=list(members), layout=layout)
+        log.write("crossing", stage=stage, world=7, members=list(members), nodes=[0] * len(members), layout=layout)
+
+
+def on_two_hosts(run):
+    """Three ranks on two hosts; a third one has left."""
+    with Log(run.events, generation=0, attempt=0) as log:
+        for node, name in enumerate(("gpu-a.lan", "gpu-b.lan", "gpu-c.lan")):
+            log.write("agent_started", world_size=3, nodes=3, node=node, host=name)
+        log.write("crossing", stage="done", world=1, members=[0, 1, 3], nodes=[0, 1, 1], layout="fsdp3")
+        log.write("host_left", node=2)
 
 
 def test_a_dry_run_shows_the_layout_and_what_it_moves_and_asks_for_nothing(run, call):
@@ -71,6 +83,9 @@ def test_a_dry_run_shows_the_layout_and_what_it_moves_and_asks_for_nothing(run, 
         (["drain", "one", "--rank", "0"], ["world.min = 2", "nearest: 2"]),
         (["drain", "one", "--rank", "0", "2"], ["--rank 2", "0 .. 1"]),
         (["drain", "one", "--rank", "0", "1"], ["at least one stays", "dynatrain stop"]),
+        (["drain", "one"], ["--rank R... or --host H..."]),
+        (["drain", "one", "--host", "1"], ["--host 1: the run's hosts are not known: it has not begun"]),
+        (["drain", "one", "--rank", "1", "--deadline", "soon"], ["--deadline: 'soon' is no duration", "90s"]),
         (["scale", "one", "4"], ["one is not running"]),
     ],
 )
@@ -113,3 +128,99 @@ def test_status_tells_the_world_and_its_members(run, call):
     with Log(run.events, generation=0, attempt=1) as log:
         log.write("agent_started", world_size=4, nodes=1)
     assert "4 ranks in world 0\n" in call("status", "one")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--host", "gpu-x"], ["--host gpu-x", "0 (gpu-a.lan), 1 (gpu-b.lan)."]),
+        (["--host", "gpu-c"], ["--host gpu-c: the run's hosts are 0 (gpu-a.lan), 1 (gpu-b.lan)."]),
+        (["--host", "gpu-a"], ["Node 0 leads the run", "dynatrain stop", "--rank 0,"]),
+        (["--host", "gpu-b", "--rank", "0"], ["one of both"]),
+        (["--host", "gpu-b", "--layout", "dp2"], ["one is not running"]),  # with a newcomer on the other host
+        (["--host", "gpu-b"], ["1 ranks", "world.min = 2"]),
+    ],
+)
+def test_hosts_are_named_by_node_or_name_and_refused_with_those_that_there_are(run, call, words, said):
+    on_two_hosts(run)
+    code, _, err = call("drain", "one", *words)
+    assert code == 2
+    assert all(text in err for text in said), err
+
+
+def test_spares_come_for_the_ranks_of_a_host_and_for_no_others(run):
+    on_two_hosts(run)
+    world, spared = RunWorld.of(run), checked("--world.spares=1")
+    assert drain._layout(spared, world, [1, 2], "", whole=True) == "fsdp2"
+    assert drain._layout(spared, world, [1], "", whole=False) == "fsdp2"
+    with pytest.raises(LayoutError, match=r"world\.min = 2"):
+        drain._layout(spared, world, [1, 2], "", whole=False)
+
+
+def test_status_tells_the_hosts_and_their_ranks(run, call):
+    on_two_hosts(run)
+    out = call("status", "one")[1]
+    assert "  node 0, gpu-a.lan: rank 0\n  node 1, gpu-b.lan: ranks 1, 2\n" in out
+    assert json.loads(call("status", "one", "--json")[1])["hosts"] == {"0": "gpu-a.lan", "1": "gpu-b.lan"}
+    with Log(run.events, generation=0, attempt=1) as log:  # the hosts of an earlier attempt are no longer the run's
+        log.write("agent_started", world_size=1, nodes=1, node=0, host="gpu-d")
+    assert json.loads(call("status", "one", "--json")[1])["hosts"] == {"0": "gpu-d"}
+
+
+def switch(number, *, moved=0, move=0.0, old=4, new=4, outcome="committed", **seconds):
+    phases = {"build": 1.0, "warm": 0.5, "quiesce": None, "check": 0.25, "compile": None, "commit": 0.25}
+    return {
+        "switch": number,
+        "outcome": outcome,
+        "world": {"old": old, "new": new},
+        "bytes": {"moved": moved},
+        "seconds": {**phases, "move": move, **seconds},
+    }
+
+
+def test_a_drain_is_predicted_from_what_earlier_switches_took():
+    assert predict(1000, [switch(1, outcome="aborted")], [0.1]).seconds is None
+    alone = [switch(1, moved=100, move=2.0), switch(2, outcome="aborted", moved=1, move=99.0)]
+    assert predict(1000, alone, [1.0, 0.5, 9.0]).seconds == pytest.approx(2.0 + 1000 / 50 + 3 * 1.0)
+    crossed = [*alone, switch(3, old=4, new=2, moved=100, move=1.0, build=3.0)]
+    found = predict(1000, crossed, [])
+    assert found.seconds == pytest.approx(4.0 + 1000 / 75)
+    assert "1 kB at 75 B/s, 4 s for all else, as in switch 3 of this run" in found.text
+    assert "unknown rate" in predict(1000, [switch(1)], []).text
+
+
+def test_a_deadline_that_earlier_switches_say_cannot_be_kept_is_refused_and_the_nearest_named(run, call, monkeypatch):
+    monkeypatch.setattr(drain, "certificates", lambda _: (switch(1, moved=10**6, move=100.0, old=2, new=3),))
+    crossed(run)
+    code, _, err = call("drain", "one", "--rank", "2", "--deadline", "10s")
+    assert (code, "--deadline=10s cannot be kept" in err, "Nearest: --deadline=" in err) == (2, True, True), err
+    code, out, err = call("drain", "one", "--rank", "2", "--deadline", "2h")
+    assert (code, "1 of 3 ranks leave, fsdp3 -> fsdp2: about" in out, "not running" in err) == (2, True, True)
+
+
+@pytest.mark.parametrize(("text", "value"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200)])
+def test_durations_are_read_as_people_write_them(text, value):
+    assert seconds_of(text, ValueError) == value
+
+
+@pytest.mark.parametrize("text", ["", "s", "-3s", "0", "nan", "inf", "1e99h", "3 days"])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(ValueError, match="is no duration"):
+        seconds_of(text, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("words", "token", "said"),
+    [
+        (["one"], "", ["one takes in nobody", "join.json"]),
+        (["10.0.0.7:29400", "--run", "one"], "", ["DYNATRAIN_TOKEN"]),
+        (["10.0.0.7", "--run", "one"], "t", ["'10.0.0.7' is no HOST:PORT"]),
+        (["two"], "", ["No run 'two'", "one"]),
+    ],
+)
+@pytest.mark.usefixtures("run")
+def test_a_join_that_does_not_say_where_and_with_what_is_refused(call, monkeypatch, words, token, said):
+    monkeypatch.setenv("DYNATRAIN_TOKEN", token)
+    code, _, err = call("join", *words)
+    assert code == 2
+    assert all(text in err for text in said), err

@@ -28,6 +28,8 @@ from dynatrain.observe.checkpoints import MANIFEST, File, newest
 from dynatrain.observe.mark import AgentMark
 from dynatrain.observe.requests import Answer
 from dynatrain.observe.run import RunFolder
+from dynatrain.space.run_check import check_run
+from dynatrain.train.rank import job_of
 
 SHAPE = small_shape(vocab_size=257, dropout=0.0)
 SETTINGS = ["--data.sequence=16", "--data.validation=0.0", "--layout=dp2"]
@@ -320,6 +322,37 @@ def test_what_was_damaged_since_or_is_past_holds_up_no_resume(place, monkeypatch
     with reopened(found):
         assert newest(path / "checkpoints") == (path / "checkpoints" / "step_00000005", ()), "as the ranks look"
     assert (path / "checkpoints" / "damaged_step_00000009").is_dir()
+
+
+def test_more_steps_leave_the_learning_rate_as_the_run_was_begun_with(place, monkeypatch):
+    hurt(place, "longer", lambda _: None)
+    path = place / "runs" / "longer"
+    monkeypatch.chdir(place)
+    began = load_own(path).config.steps
+
+    def go_on(*flags):
+        return resume(load_own(path, list(flags)).config, path, layout_named=False)
+
+    fresh = go_on("--steps=50")
+    assert fresh.config.optimizer.decay_steps == 50, "nothing was trained yet: the run begins now"
+    assert "cosine" not in fresh.note
+    assert go_on("--steps=50", "--optimizer.decay_steps=70").config.optimizer.decay_steps == 70
+    folder = shutil.copytree(path / "checkpoints" / "step_00000000", path / "checkpoints" / "step_00000001")
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"step": 1}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(MistakeError, match=rf"optimizer.decay_steps was {began} and is now 70"):
+        go_on("--optimizer.decay_steps=70")
+    text = (path / "config.toml").read_text()
+    assert f"decay_steps = {began}\n" in text
+    for written in (
+        text,
+        text.replace(f"decay_steps = {began}\n", ""),
+    ):  # and of a run from before there was the setting
+        (path / "config.toml").write_text(written)
+        found = go_on("--steps=50")
+        assert (found.config.steps, found.config.optimizer.decay_steps) == (50, began)
+        assert job_of(check_run(found.config)).optimizer.total_steps == began
+        assert f"the cosine of the learning rate ends at step {began}, steps are 50" in found.note
 
 
 def generated(said, *words, prompt="There is"):

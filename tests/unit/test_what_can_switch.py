@@ -5,24 +5,41 @@ import pathlib
 import re
 
 import pytest
+import torch
 from tests.cells import AXES, EXACT, HOME, STATES
 from tests.dist import test_every_cell
 
-from dynatrain.layout.form import CP_METHODS, SCHEDULES
+from dynatrain.layout.form import CP_METHODS, SCHEDULES, LayoutError
 from dynatrain.layout.layout import AXES as RANK_AXES
 from dynatrain.layout.layout import EXPERT_AXES
+from dynatrain.layout.legality import check
+from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import parse_layout
 from dynatrain.space.optimizers import OPTIMIZERS
+from dynatrain.train.optimizers.schema import kept
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "what-can-switch.md").read_text(encoding="utf-8")
 MATRIX, VECTOR = ("layers.0.mlp.up_proj.weight", (6, 512)), ("norm.weight", (6,))
+CASE = test_every_cell.CASE
+
+
+def refuse_unfit(text):
+    """Hold a layout of the cells' model to what every run is held to."""
+    layout = resolve(parse_layout(text), CASE.shape.num_hidden_layers)
+    check(layout, CASE.shape.limits(), num_microbatches=CASE.micro_batches, sequence=CASE.tokens)
+
+
+def keep_unknown():
+    list(kept(torch.optim.Rprop([torch.nn.Parameter(torch.ones(2))])))
+
+
 RULES = {
-    "zero bubble with FSDP settings that give wrong gradients",
-    "fewer rows than heads or experts to split",
-    "an optimizer without a schema",
+    "zero bubble with FSDP settings that give wrong gradients": lambda: refuse_unfit("pp2-zb.fsdp2"),
+    "fewer rows than heads or experts to split": lambda: refuse_unfit("tp16"),
+    "an optimizer without a schema": keep_unknown,
 }
-"""All that may be refused."""
+"""All that may be refused, each with something that breaks it."""
 
 
 def rows(heading, number=0):
@@ -106,8 +123,24 @@ def test_every_claim_names_a_test_that_exists():
     assert claimed - there == set()
 
 
-def test_nothing_is_refused_but_by_a_rule_of_the_closed_list():
+@pytest.mark.parametrize("axis", AXES)
+def test_no_cell_is_refused(axis):
+    for text in (AXES[axis], HOME.get(axis, "fsdp2")):
+        refuse_unfit(text)
+
+
+def test_the_page_names_the_rules_that_refuse_and_no_others():
     refused = rows("Refused")
 
-    assert {rule for _, rule, _ in refused} == RULES
+    assert {rule for _, rule, _ in refused} == RULES.keys()
     assert all(re.fullmatch(r"`tests/[\w/]+\.py::\w+`", test) for *_, test in refused)
+    for broken in RULES.values():
+        with pytest.raises((LayoutError, LookupError)):
+            broken()
+
+
+def test_the_page_says_which_cells_run_every_time():
+    (said,) = re.findall(r"`make test` runs the cells of the second table under ([^;]*);", PAGE)
+
+    assert tuple(re.findall(r"`([\w-]+)`", said)) == test_every_cell.TRIED_ALWAYS
+    assert "sweep" in {mark.name for mark in test_every_cell.test_each_optimizer.pytestmark}

@@ -30,6 +30,7 @@ COMMANDS = {
     "switch": "change the layout of a running run",
     "scale": "give a running run more ranks, or fewer",
     "drain": "take ranks out of a running run, and wait until they are gone",
+    "join": "bring this machine to a running run, as a place for ranks",
     "save": "save a running run beside training",
     "stop": "end a running run at its next step edge, saved",
     "layout": "explain a layout, or the difference of two",

@@ -57,11 +57,28 @@ def dry_run_of(run: CheckedRun, world: RunWorld, new: Layout, mode: str, *, json
     show(change, run.config.model.config, wanted, json=json)
 
 
-def change_of_run(run: CheckedRun, old: Layout, new: Layout, mode: str, ranks_per_node: int | None = None) -> Change:
-    """What a change of a run's layout moves and needs; stayers are the ranks that both worlds have."""
+def change_of_run(
+    run: CheckedRun,
+    old: Layout,
+    new: Layout,
+    mode: str,
+    ranks_per_node: int | None = None,
+    holders: tuple[int, ...] = (),
+) -> Change:
+    """What a change of a run's layout moves and needs.
+
+    Args:
+        run: whose.
+        old: the layout before.
+        new: the layout after.
+        mode: ``keep`` or ``tight``.
+        ranks_per_node: as for the planner.
+        holders: the holder that each new rank is; by default, the one of the same number.
+    """
     return change_of_model(
         run.shape,
         (old, new),
+        members=holders,
         mode=mode,
         dtype="float64" if run.config.precision.compute == "fp64" else "float32",
         optimizer=run.config.optimizer.name,

@@ -9,7 +9,7 @@ from dynatrain.app.mistake import MistakeError
 from dynatrain.config.own import load_own, own_toml
 from dynatrain.config.run import RunConfig, Section
 from dynatrain.observe.atomic import write_atomically
-from dynatrain.observe.checkpoints import Manifest, newest, set_aside
+from dynatrain.observe.checkpoints import Manifest, checkpoint_name, checkpoints, newest, set_aside
 from dynatrain.observe.run import RunFolder
 from dynatrain.space.hf_config import ModelError
 from dynatrain.space.presets import resolve_model
@@ -49,7 +49,8 @@ def resume(config: RunConfig, path: Path, *, layout_named: bool) -> Resumed:
         MistakeError: settings that cannot change, no checkpoint that can be used, or fewer steps than were trained.
     """
     run = RunFolder.open(path)
-    config = _as_before(load_own(run.path).config, config, run)
+    before, config = _scheduled(load_own(run.path).config, config, trained=_trained(run))
+    config = _as_before(before, config, run)
     folder, problems = newest(run.checkpoints, by_hash=True)
     wrong = "".join(f"\n  - {problem}" for problem in problems)
     if folder is None:
@@ -64,6 +65,10 @@ def resume(config: RunConfig, path: Path, *, layout_named: bool) -> Resumed:
     layout = config.layout if layout_named or manifest.weights_only else manifest.layout
     note = f"going on from step {manifest.step} ({folder}), {_origin(manifest)}, in {layout}"
     note += f"; newer ones cannot be used:{wrong}" if problems else ""
+    if config.optimizer.decay_steps != config.steps:
+        note += (
+            f"\nthe cosine of the learning rate ends at step {config.optimizer.decay_steps}, steps are {config.steps}"
+        )
     to_come = tuple(switch for switch in config.switch if switch.step >= manifest.step)
     if passed := [str(switch.step) for switch in config.switch if switch.step < manifest.step]:
         note += f"\nscheduled switches that are past are left out: of step {', '.join(passed)}"
@@ -94,6 +99,29 @@ def reopened(resumed: Resumed) -> Iterator[None]:
     except ValueError:
         write_atomically(path, before)
         raise
+
+
+def _trained(run: RunFolder) -> bool:
+    """Whether a step of the run was saved; what was imported is of step 0."""
+    return any(path.name != checkpoint_name(0) for path in checkpoints(run.checkpoints))
+
+
+def _scheduled(old: RunConfig, new: RunConfig, *, trained: bool) -> tuple[RunConfig, RunConfig]:
+    """Both configurations with the end of the cosine that binds: that of the run's begin.
+
+    Of a run that has not trained a step the begin is now: where the end was left to ``steps``, it follows these.
+    """
+    began = old.steps if old.optimizer.decay_steps is None else old.optimizer.decay_steps
+    asked = new.optimizer.decay_steps
+    if not trained and asked not in (None, began):
+        began = asked
+    elif not trained and began == old.steps:
+        began = asked = new.steps
+    old, new = (
+        config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"decay_steps": steps})})
+        for config, steps in ((old, began), (new, asked))
+    )
+    return old, new
 
 
 def _origin(manifest: Manifest) -> str:

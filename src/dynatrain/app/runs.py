@@ -1,6 +1,7 @@
 """Reading a run's folder: its configuration, its progress, its switches."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,27 +67,46 @@ class RunWorld:
         members: by rank.
         layout: as text; the first steps of a world may not have told it yet.
         ranks_per_node: of the first world, as plans count them; None for all on one node.
+        nodes: where the ranks are, by rank.
+        hosts: names of the hosts that have an agent of the run, by node.
     """
 
     generation: int
     members: tuple[int, ...]
     layout: str
     ranks_per_node: int | None = None
+    nodes: tuple[int, ...] = ()
+    hosts: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, run: RunFolder) -> "RunWorld":
         """Read it."""
         config = config_of(run)
         size = config.world.size or parse_layout(config.layout).world_size
-        found, since = cls(generation=0, members=tuple(range(size)), layout=config.layout), 0.0
+        found, since = cls(generation=0, members=tuple(range(size)), layout=config.layout, nodes=(0,) * size), 0.0
+        hosts: dict[int, str] = {}
+        attempt = 0
         for event in Tail(run.events).new():
             if event["kind"] == "agent_started":
                 size, nodes, since = event["world_size"], event["nodes"], event["time"]
-                each = size // nodes if nodes > 1 else None
-                found = replace(found, generation=0, members=tuple(range(size)), ranks_per_node=each)
+                hosts, attempt = (hosts if event.get("attempt") == attempt else {}), event.get("attempt", 0)
+                hosts[event.get("node", 0)] = event.get("host", "")
+                each = size // nodes
+                found = replace(
+                    found,
+                    generation=0,
+                    members=tuple(range(size)),
+                    ranks_per_node=each if nodes > 1 else None,
+                    nodes=tuple(rank // each for rank in range(size)),
+                )
+            elif event["kind"] == "host_joined":
+                hosts[event["node"]] = event["host"]
+            elif event["kind"] == "host_left":
+                hosts.pop(event["node"], None)
             elif event["kind"] == "crossing" and event["stage"] == "done":
-                members, since = tuple(event["members"]), event["time"]
-                found = replace(found, generation=event["world"], members=members, layout=event["layout"])
+                members, nodes, since = tuple(event["members"]), tuple(event["nodes"]), event["time"]
+                found = replace(found, generation=event["world"], members=members, nodes=nodes, layout=event["layout"])
+        found = replace(found, hosts=hosts)
         last = Progress.of(run).last
         said = last["layout"] if last and last["time"] > since else found.layout
         return replace(found, layout=said) if parse_layout(said).world_size == found.size else found
@@ -95,6 +115,10 @@ class RunWorld:
     def size(self) -> int:
         """How many ranks."""
         return len(self.members)
+
+    def on(self, nodes: Collection[int]) -> list[int]:
+        """The ranks on some nodes."""
+        return [rank for rank, node in enumerate(self.nodes) if node in nodes]
 
     @property
     def text(self) -> str:

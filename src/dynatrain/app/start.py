@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from dynatrain.app.mistake import MistakeError, all_of, is_mistake
+from dynatrain.app.prints import prints_of
 from dynatrain.app.progress import watch
 from dynatrain.app.resize import layout_of_size
 from dynatrain.app.resume import Resumed, reopened, resume
@@ -73,7 +74,9 @@ def start(
     resumed = resume(config, path, layout_named=layout_named) if there else None
     config = resumed.config if resumed else config
     place, checked, _ = all_of(
-        lambda: place_from(os.environ), lambda: check_run(config), lambda: require_tested(versions())
+        lambda: place_from(os.environ, config.world.interface),
+        lambda: check_run(config),
+        lambda: require_tested(versions()),
     )
     size = checked.layout.world_size
     if place.node == 0:  # whose number of ranks counts
@@ -83,7 +86,11 @@ def start(
         entry=entry,
         world_size=size,
         device=config.device,
-        grace_seconds=_grace(config),
+        grace_seconds=grace_of(config),
+        drain_seconds=config.world.grace,
+        spares=config.world.spares,
+        interface=config.world.interface,
+        prints=prints_of(checked.shape),
         layout=print_layout(checked.layout),
         resize=partial(layout_of_size, checked),
         survives=True,
@@ -113,7 +120,7 @@ def _go_on(resumed: Resumed, checked: CheckedRun, agent: Callable[..., int], *, 
         return agent(resumed.run, asked=reopened(resumed), announce=announce)
 
 
-def _grace(config: RunConfig) -> float:
+def grace_of(config: RunConfig) -> float:
     """Seconds that ranks have after SIGTERM."""
     return config.save.grace_seconds if config.save.at_end else 0.0
 

@@ -8,6 +8,7 @@ of it is left when :func:`drive` returns.
 import os
 import signal
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from torch.distributed import DistError
@@ -18,13 +19,14 @@ from dynatrain.cluster.heart import Pulse
 from dynatrain.cluster.interrupts import Interrupted, Interrupts
 from dynatrain.cluster.kernel import leave_realtime, signal_name
 from dynatrain.cluster.lead import Lead
-from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, contexts, describe, first_world, meet
+from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, come_later, contexts, describe, first_world, meet
 from dynatrain.cluster.part import Part
 from dynatrain.cluster.peers import Peers, Status
 from dynatrain.cluster.ranks import Ranks
 from dynatrain.cluster.spawner import Spawner
-from dynatrain.cluster.summons import Summons
+from dynatrain.cluster.summons import Newcomer, Summons
 from dynatrain.cluster.vitals import Vitals
+from dynatrain.observe.address import Address
 from dynatrain.observe.log import Log
 from dynatrain.observe.requests import Inbox, Request, new_id
 
@@ -50,9 +52,13 @@ def drive(job: Job, spawner: Spawner, interrupts: Interrupts) -> int:
         PlaceError: the user asked for what the machines, or this launch, cannot give.
     """
     try:
-        meeting = meet(job, interrupts)
+        if job.claim is None:
+            meeting = meet(job, interrupts)
+        else:
+            job, meeting = come_later(job, interrupts)
         job.run.logs.mkdir(parents=True, exist_ok=True)  # a node with a disk of its own has none yet
-        with Log(job.run.events, generation=0, attempt=meeting.attempt) as log:
+        generation = meeting.admission.generation if meeting.admission else 0
+        with Log(job.run.events, generation=generation, attempt=meeting.attempt) as log:
             return Agent(job, meeting, spawner, interrupts, log).run()
     except Interrupted:
         return interrupts.exit_code
@@ -92,7 +98,8 @@ class Agent:
             log,
             patience=job.liveness_seconds,
             leave_seconds=job.leave_seconds,
-            world=tuple(range(meeting.world_size)),
+            world=meeting.world,
+            summons=Summons.from_json(text) if (text := getattr(meeting.admission, "summons", "")) else None,
         )
         self._vitals = Vitals(
             self._ranks,
@@ -107,6 +114,7 @@ class Agent:
         self._next_tick = 0.0
         self._stop_code = 0  # 130 or 143 once the agent was asked to end
         self._stop_end = 0.0  # when ranks that were asked to stop are killed
+        self._leaving = False  # this host was told to go, and the others may go on
         self._ending = False  # ranks that end now end by our hand
 
     def run(self) -> int:
@@ -125,18 +133,31 @@ class Agent:
         return code
 
     def _watch(self) -> int:
-        self._log.write("agent_started", pid=os.getpid(), **describe(self._job, self._meeting))
+        if self._meeting.admission is None:
+            self._log.write("agent_started", pid=os.getpid(), **describe(self._job, self._meeting))
+        if self._job.place.node == 0:
+            self._say_address()
         if self._meeting.note:
             self._job.announce(f"Running {self._meeting.note}")
         self._start()
         while (code := self._step()) is None:
             self._interrupts.wait(TICK_SECONDS, self._spawner)
-        self._peers.say(Status(state="done", code=code))
+        if not self._peers.released:
+            self._peers.say(Status(state="done", code=code))
         return code
 
-    def _told(self, summons: Summons) -> list[RankContext]:
+    def _say_address(self) -> None:
+        """Write down where agents of other machines may come; where the disk does not take that, none may."""
+        place = self._job.place
+        try:
+            address = Address(host=place.host, port=self._meeting.store.port, secret=self._job.secret)
+            address.write(self._job.run.path)
+        except OSError as error:
+            self._job.announce(f"No agent can join: {self._job.run.path} cannot be written ({error.strerror}).")
+
+    def _told(self, newcomers: Iterable[Newcomer], world: Sequence[int], generation: int) -> list[RankContext]:
         """What the newcomers of this node are told."""
-        return contexts(self._job, self._meeting, summons.newcomers, summons.new, generation=summons.generation)
+        return contexts(self._job, self._meeting, newcomers, world, generation=generation)
 
     def _start(self) -> None:
         """Fork this node's ranks as soon as the fork server is ready."""
@@ -149,12 +170,17 @@ class Agent:
                     raise RunFailedError(f"the ranks' module cannot be used: {report.words}")
                 if report.kind == "ready":
                     ready = time.monotonic()
-                    everyone = first_world(self._job, self._meeting)
-                    self._ranks.fork(contexts(self._job, self._meeting, everyone, self._part.world))
+                    if self._meeting.admission is None:
+                        everyone = first_world(self._job, self._meeting)
+                        self._ranks.fork(contexts(self._job, self._meeting, everyone, self._part.world))
                 self._note(report)
+            self._peers.say(Status(heard=self._part.heard))
             if time.monotonic() > end:
                 raise RunFailedError(f"the fork server was not ready within {START_SECONDS:g} s")
             self._interrupts.wait(TICK_SECONDS, self._spawner)
+        if self._meeting.admission is not None:
+            self._job.announce(f"Node {self._job.place.node} of the run, with places for ranks and none yet.")
+            return
         self._pulse.watch(self._ranks.living)
         forked = time.monotonic()
         seconds = {"server": round(ready - self._spawner.began, 3), "fork": round(forked - ready, 3)}
@@ -172,20 +198,26 @@ class Agent:
         for report in self._receive():
             self._note(report)
         if self._interrupts.received and not self._stop_code:
-            self._stop(self._interrupts.received[0], self._job.place.node)
+            self._heed(self._interrupts.received)
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._tick()
+        if self._peers.released:
+            self._job.announce("This host has left the run, which goes on without it.")
+            return 0
         fallen = len(self._vitals.fallen)
         if failure := self._vitals.failure(now, stopping=bool(self._stop_code)):
             raise RunFailedError(failure)
         if len(self._vitals.fallen) > fallen:
             self._tick()
         over = self._vitals.over()
+        if over and not self._stop_code:
+            self._peers.look()
+            self._follow_stop()
         if self._stop_code:
             over = over or now > self._stop_end or len(self._interrupts.received) > 1
-        return (self._vitals.code() or self._stop_code) if over else None
+        return (self._vitals.code() or self._stop_code or self._peers.code) if over else None
 
     def _tick(self) -> None:
         """Everything that is looked at rather than reported."""
@@ -193,12 +225,27 @@ class Agent:
             raise RunFailedError(self._job.lease.lost)
         self._pulse.look()
         self._peers.look()
+        self._follow_stop()
+        self._say()
+        if self._job.place.node == 0:
+            self._desk.serve()
+            self._lead.look(stopping=bool(self._stop_code))
+            if self._lead.must_stop and not self._stop_code:
+                self._job.announce(f"{self._lead.must_stop[0].upper()}{self._lead.must_stop[1:]}.")
+                self._stop(signal.SIGTERM, self._job.place.node)
+        self._part.look(time.monotonic())
+
+    def _follow_stop(self) -> None:
+        """Stop where another agent was asked to."""
         node, number = self._peers.stopping()
         if number and not self._stop_code:
             self._stop(number, node)
+
+    def _say(self) -> None:
+        """Tell the other agents how this one is."""
         self._peers.say(
             Status(
-                state="stopping" if self._stop_code else "running",
+                state="stopping" if self._stop_code else "leaving" if self._leaving else "running",
                 signal=max(0, self._stop_code - 128),
                 living=self._ranks.living,
                 heard=self._part.heard,
@@ -206,10 +253,23 @@ class Agent:
                 fallen=tuple(self._vitals.fallen.items()),
             )
         )
-        if self._job.place.node == 0:
-            self._desk.serve()
-            self._lead.look(stopping=bool(self._stop_code))
-        self._part.look(time.monotonic())
+
+    def _heed(self, received: list[int]) -> None:
+        """Do what a signal asks for: SIGTERM takes this host out of the run where its store and its lead are elsewhere.
+
+        All else ends the run, and so does a second signal.
+        """
+        if received != [signal.SIGTERM] or self._job.place.node == 0:
+            if received[0] == signal.SIGTERM and len(self._peers.nodes) > 1:
+                self._job.announce("Node 0 leads the run and holds its store: it cannot leave, so the run stops.")
+            self._stop(received[0], self._job.place.node)
+        elif not self._leaving:
+            self._leaving = True
+            self._log.write("signal", signal="SIGTERM", node=self._job.place.node)
+            self._job.announce(
+                f"SIGTERM: this host hands over within {self._job.drain_seconds:g} s and leaves; once more to end the "
+                "run at once."
+            )
 
     def _stop(self, number: int, node: int) -> None:
         """Ask all ranks to stop at their next step edge, and set the time at which they are killed."""
@@ -220,6 +280,7 @@ class Agent:
         name = signal_name(number)
         self._log.write("signal", signal=name, node=node)
         self._job.announce(f"{name}: stopping at the next step edge; once more to end at once.")
+        self._say()  # before the ranks hear of it: where they end at once, the others are to know why
         if self._job.place.node == 0:
             self._desk.stop(Request(id=new_id(), verb="stop", by=name))
 
@@ -228,8 +289,11 @@ class Agent:
         self._ending = True
         self._log.write("run_failed", reason=reason)
         self._job.announce(f"The run failed: {reason}")
+        # Without ranks, and none on their way, it is this host alone that is lost to the run.
+        summons = self._part.summons
+        idle = self._job.place.node > 0 and not self._part.members and (summons is None or not summons.is_open)
         with suppress(DistError):  # without a store the others see it as we did
-            self._peers.say(Status(state="failed", reason=reason))
+            self._peers.say(Status(state="left" if idle else "failed", reason=reason))
 
     def _end(self, code: int) -> None:
         """Kill what lives; wait a bounded time, since no signal ends a process that hangs in the kernel."""
@@ -242,11 +306,15 @@ class Agent:
                     self._note(report)
                 Interrupts.sleep(0.05, self._spawner)
         with suppress(DistError):
-            self._desk.serve()  # what the ranks answered with their last breath
-            self._lead.end()
+            if self._job.place.node == 0:
+                self._desk.serve()  # what the ranks answered with their last breath
+                self._lead.end()
         left = [self._part.name(member) for member in self._ranks.living if member in self._ranks.pids]
         if not self._spawner.close(KILL_SECONDS) or left:
             self._job.announce(f"Not gone, and nothing more can be done: {', '.join(left) or 'the fork server'}.")
+        if self._peers.released:
+            with suppress(DistError):
+                self._peers.say(Status(state="left"))
         leave_realtime()
         self._log.write("agent_ended", exit=code, seconds=round(time.monotonic() - self._began, 3))
 

@@ -27,7 +27,9 @@ class RankContext:
         generation: number of the world in which it begins.
         attempt: number of the run's agent: 0 for the first.
         realtime: whether ranks run in the real-time scheduling class.
+        interface: of the network, that its process groups are to use; empty for what torch finds.
         joins: whether that world is yet to come, and this rank a newcomer.
+        spare: whether it is of no world yet, and is to wait until it is called to one.
     """
 
     member: int
@@ -44,7 +46,9 @@ class RankContext:
     generation: int
     attempt: int
     realtime: bool
+    interface: str = ""
     joins: bool = False
+    spare: bool = False
 
     @property
     def folder(self) -> RunFolder:

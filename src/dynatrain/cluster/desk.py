@@ -30,7 +30,7 @@ class Desk:
     def serve(self) -> None:
         """Publish what is new, and write the answers that have come."""
         for request in self._inbox.new():
-            self._note(request)
+            self.note(request)
             if request.verb == "scale":
                 self._scales.append(request)
             else:
@@ -48,12 +48,12 @@ class Desk:
 
     def stop(self, request: Request) -> None:
         """Put up a request of the agent's own."""
-        self._note(request)
+        self.note(request)
         self.publish(request)
 
     def scale(self, request: Request) -> None:
         """Put a request of the agent's own behind those for other members."""
-        self._note(request)
+        self.note(request)
         self._scales.append(request)
 
     def publish(self, request: Request) -> None:
@@ -80,5 +80,6 @@ class Desk:
         self._inbox.answer(request.id, answer)
         self._log.write("answer", id=request.id, outcome=answer.outcome, message=answer.message, switch=answer.switch)
 
-    def _note(self, request: Request) -> None:
+    def note(self, request: Request) -> None:
+        """Write down that a request was taken."""
         self._log.write("request", id=request.id, verb=request.verb, arguments=dict(request.arguments), by=request.by)

@@ -25,7 +25,7 @@ class Interrupted(Exception):  # noqa: N818 - not an error: somebody asked
 
 
 class Interrupts:
-    """Records SIGINT and SIGTERM while it is open; a context manager for the main thread.
+    """Records SIGINT and SIGTERM while it is open; a context manager for the main thread of a process that then ends.
 
     Recorded and not raised: an exception in the midst of anything would leave ranks behind.
 
@@ -88,6 +88,8 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._waker_before)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # A scheduler that says it once more, while the interpreter ends, is not to change the exit code.
+            again = number == signal.SIGTERM and number in self.received
+            signal.signal(number, signal.SIG_IGN if again else handler)
         os.close(self._wake)
         os.close(self._waker)

@@ -1,25 +1,28 @@
-"""Node 0's agent leads the run through changes of its members, one at a time; later requests wait."""
+"""Node 0's agent leads the run through changes of its members and hosts, one at a time; later requests wait."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dynatrain.cluster.alarm import put_up
+from dynatrain.cluster.claim import Admission, Claim, refusal
 from dynatrain.cluster.desk import Desk
+from dynatrain.cluster.door import Door
 from dynatrain.cluster.heart import read_beat
-from dynatrain.cluster.lost import aftermath
+from dynatrain.cluster.hosts import Hosts
+from dynatrain.cluster.losses import MEND_SECONDS, Losses
 from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, first_world
 from dynatrain.cluster.membership import MembershipError, next_world
 from dynatrain.cluster.part import SUMMONS
+from dynatrain.cluster.parting import largest
 from dynatrain.cluster.peers import Peers
+from dynatrain.cluster.reserve import Reserve
 from dynatrain.cluster.summons import Newcomer, Sight, Summons, advance, is_over
-from dynatrain.cluster.worlds import COMMIT, crossing_board
+from dynatrain.cluster.worlds import crossing_board
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.log import Log
+from dynatrain.observe.prints import print_of
 from dynatrain.observe.requests import Answer, Request, new_id
-
-MEND_SECONDS = 300.0
-"""For what is left of a world to go on after a loss, files read from a slow disk included."""
 
 
 class Lead:
@@ -32,6 +35,9 @@ class Lead:
         peers: the agents.
         log: of events.
         clock: seconds, monotonic.
+
+    Attributes:
+        must_stop: why the run is to stop saved: a host has to go, and the others cannot go on; empty where none has.
     """
 
     def __init__(
@@ -54,48 +60,112 @@ class Lead:
         self._layout = job.layout
         self._said_layout = ""
         self._generation = 0  # the last one that a crossing had
+        self._in_generation = 0  # of the world that there is
         self._summons: Summons | None = None
-        self._replacements = job.replacements
-        self._missing = 0  # members lost since the run had the layout
-        self._full = job.layout
-        self._gone: dict[int, str] = {}  # members that are lost, ever, and what has become of each
+        self._losses = Losses(job, meeting, peers)
         self._request = Request(id="none", verb="stop")  # of the summons
         self._number = -1  # of what was asked of the ranks
         self._since = 0.0
+        self._hosts = Hosts(job, meeting, peers, log, clock)
+        self._door = Door(meeting.store, job.secret)
+        self._reserve = Reserve(meeting.board, job.spares)
+        self.must_stop = ""
 
     def look(self, *, stopping: bool) -> None:
         """Go as far as can be gone.
 
         Args:
-            stopping: the run was asked to stop: no crossing begins, one that has not begun is given up.
+            stopping: the run was asked to stop: no change begins, a crossing that has not begun is given up.
         """
         self._look_at_layout()
-        if self._job.survives and not stopping and (lost := self._lost()):
-            self._lose(lost)
+        if self._job.survives and not stopping:
+            mourned = self._summons.lost if self._summons is not None else ()
+            if lost := self._losses.look(self._world, self._places, mourned):
+                self._lose(lost)
+        self._hosts.hear()
+        coming = self._summons.newcomers if self._summons is not None else ()
+        self._hosts.strike({*(self._places[member].node for member in self._world), *(one.node for one in coming)})
+        if self._summons is None or self._summons.stage != "done":
+            self._give_up(self._hosts.overdue)
         if self._summons is not None:
             self._follow(self._summons, stopping=stopping)
-        elif not stopping and (request := self._desk.next_scale()) is not None:
+        elif self._hosts.departing:
+            if (answer := self._hosts.see_off()) is not None:
+                self._answer(answer)
+        elif not stopping and not self.must_stop:
+            self._keep_spares()
+            self._take_up()
+            self._look_at_door()
+
+    def _look_at_door(self) -> None:
+        """Take in an agent that has come, or say why not; where it brings ranks, the run grows next."""
+        claim = self._door.look() if self._summons is None and not self._hosts.departing else None
+        if claim is None:
+            return
+        if isinstance(claim, Claim):
+            prints = {**self._job.prints, "config": print_of([self._job.run.config.read_bytes()])}
+            why = refusal(claim, prints=prints, taken=self._hosts.taken, device=self._meeting.device)
+            who = f"process {claim.pid} on {claim.host}"
+        else:
+            why, who = claim, "somebody"
+        if why or not isinstance(claim, Claim):
+            self._door.refuse(why)
+            self._log.write("join_refused", who=who, reason=why)
+            self._job.announce(f"Not admitted: {who}: {why}.")
+            return
+        self._door.admit(self._admission(self._hosts.admit(claim)))
+        self._job.announce(f"Node {max(self._peers.nodes)} has joined: {who}.")
+        if claim.ranks:
+            self._grow(claim.ranks)
+
+    def _admission(self, node: int) -> Admission:
+        return Admission(
+            node=node,
+            nodes=self._job.place.nodes,
+            nonce=self._job.place.nonce,
+            world_size=self._meeting.world_size,
+            world=self._world,
+            generation=self._in_generation,
+            summons=self._meeting.board.peek(SUMMONS) or "",
+            device=self._meeting.device,
+            backend=self._meeting.backend,
+            attempt=self._meeting.attempt,
+        )
+
+    def _grow(self, ranks: int) -> None:
+        """Ask for the largest world that there may be with so many more ranks."""
+        size, _ = largest(len(self._world) + ranks, lambda size: self._job.resize(self._layout, size, ""))
+        request = Request(id=new_id(), verb="scale", arguments={"size": max(size, len(self._world))}, by="join")
+        self._desk.note(request)
+        self._begin(request)
+
+    def _keep_spares(self) -> None:
+        new = self._reserve.keep(self._living(), self._hosts.open, self._free(self._job.spares), len(self._places))
+        self._places |= {one.member: one for one in new}
+
+    def _take_up(self) -> None:
+        """Begin what comes next: hosts that a signal tells to leave go before what people ask for."""
+        if self._hosts.signalled:
+            if nodes := self._hosts.due:
+                request = Request(id=new_id(), verb="scale", arguments={"nodes": list(nodes)}, by="SIGTERM")
+                self._desk.note(request)
+                self._begin(request)
+        elif (request := self._desk.next_scale()) is not None:
             if request.deadline is not None and request.deadline < time.time():
                 late = Answer(outcome="refused", message="its deadline passed while others were carried out; ask again")
                 self._desk.answer(request, late)
             else:
                 self._begin(request)
 
+    def _give_up(self, why: str) -> None:
+        """The run is to stop while all of it is there; nothing where ``why`` is empty."""
+        self.must_stop = self.must_stop or why
+
     def _look_at_layout(self) -> None:
         """The present layout: what rank 0 has said last, or what a crossing has made of it since."""
         said = read_beat(self._meeting.board, self._world[0]).layout
         if said and said != self._said_layout:
             self._said_layout = self._layout = said
-
-    def _lost(self) -> dict[int, str]:
-        """Members that are lost and not mourned yet, and what has become of each."""
-        for node, why in self._peers.silent(self._job.liveness_seconds).items():
-            self._peers.give_up(node)
-            self._gone |= {member: why for member, one in self._places.items() if one.node == node}
-        for status in self._peers.everyone.values():
-            self._gone |= dict(status.fallen)
-        known = self._summons.lost if self._summons is not None else ()
-        return {member: why for member, why in self._gone.items() if member in self._world and member not in known}
 
     def _lose(self, lost: dict[int, str]) -> None:
         """Summon who is left.
@@ -107,38 +177,16 @@ class Lead:
             self._cut_short(self._summons, "; ".join(lost.values()))
         if not {*self._world} & {*lost}:
             return  # it had left, or not come
-        if early := [member for member in self._world if not read_beat(self._meeting.board, member).layout]:
-            raise RunFailedError(f"{'; '.join(lost.values())}; members {early} had not made a step yet")
-        try:
-            summons = aftermath(
-                self._world,
-                {member: self._gone[member] for member in self._world if member in self._gone},
-                generation=self._generation + 1,
-                layout=lambda size: self._job.resize(self._layout, size, ""),
-            )
-        except ValueError as error:
-            raise RunFailedError(str(error)) from error
+        summons = self._losses.summons(self._world, lost, self._layout, self._generation + 1)
         self._request, self._number = Request(id=f"loss-{summons.generation}", verb="stop"), -1
         self._generation = summons.generation
-        self._full = self._full if self._missing else self._layout
-        self._missing += len(lost)
         put_up(self._meeting.run, summons)
         self._enter(summons)
         self._job.announce(f"{summons.why}. Going on with {len(summons.new)} ranks in {summons.layout}.")
 
-    def _replace(self) -> None:
-        """Ask for the size and the layout before, once for all losses since, as long as replacements are left."""
-        if self._replacements >= self._missing:
-            self._replacements -= self._missing
-            self._missing = 0
-            arguments = {"size": parse_layout(self._full).world_size, "layout": self._full}
-            self._desk.scale(Request(id=new_id(), verb="scale", arguments=arguments, by="loss"))
-
     def _cut_short(self, summons: Summons, why: str) -> None:
         """A crossing into which a loss has fallen: whether it stands is decided now, if it was not before."""
-        board = crossing_board(self._meeting.run, summons.generation, summons.holders)
-        board.give_up(summons.generation, why)
-        committed = "abort" not in board.decide(COMMIT, {"abort": why})
+        committed = self._losses.cut_short(summons, why)
         if self._number >= 0:  # else whoever is rank 0 next would take up what the one before was asked
             told = Answer(outcome="done" if committed else "aborted", message=why)
             self._meeting.board.answer(self._number, told.to_json())
@@ -149,21 +197,52 @@ class Lead:
 
     def _begin(self, request: Request) -> None:
         """Summon who is to come, or answer at once."""
+        self._request = request
+        try:
+            if nodes := request.arguments.get("nodes", []):
+                self._begin_parting(nodes, str(request.arguments.get("layout", "")))
+            else:
+                self._begin_change(request)
+        except ValueError as error:
+            self._hosts.stay()
+            self._answer(Answer(outcome="refused", message=str(error)))
+
+    def _begin_change(self, request: Request) -> None:
+        """Another number of ranks, or some of them named.
+
+        Raises:
+            ValueError: there is no such world.
+        """
         wanted, size = request.arguments, len(self._world)
         named = str(wanted.get("layout", ""))
         ranks: list[int] = wanted.get("leave", [])
-        try:
-            to = int(wanted.get("size") or (parse_layout(named).world_size if named else size - len(set(ranks))))
-            if to != size or ranks:
-                self._request = request
-                self._enter(self._summons_to(to, named, ranks, str(wanted.get("mode", ""))))
-            elif named:
-                mode = {"mode": wanted["mode"]} if "mode" in wanted else {}
-                self._desk.publish(replace(request, verb="switch", arguments={"layout": named, **mode}))
-            else:
-                self._desk.answer(request, Answer(outcome="unchanged", message=f"the run has {size} ranks already"))
-        except ValueError as error:
-            self._desk.answer(request, Answer(outcome="refused", message=str(error)))
+        to = int(wanted.get("size") or (parse_layout(named).world_size if named else size - len(set(ranks))))
+        if to != size or ranks:
+            self._enter(self._summons_to(to, named, ranks, str(wanted.get("mode", ""))))
+        elif named:
+            mode = {"mode": wanted["mode"]} if "mode" in wanted else {}
+            self._desk.publish(replace(request, verb="switch", arguments={"layout": named, **mode}))
+        else:
+            self._desk.answer(request, Answer(outcome="unchanged", message=f"the run has {size} ranks already"))
+
+    def _begin_parting(self, nodes: Sequence[int], named: str) -> None:
+        """Hosts leave, with their ranks and their agent.
+
+        Raises:
+            ValueError: they cannot, or nobody could go on.
+        """
+        self._hosts.begin(nodes)
+        leave = [rank for rank, member in enumerate(self._world) if self._places[member].node in nodes]
+        if not leave:
+            self._hosts.let_go(Answer(outcome="done", message="they had no ranks"))
+            return
+        spares = sum(map(len, self._reserve.ready(self._hosts.open).values()))
+        most = min(len(self._world) - len(leave) + spares, len(self._world))
+        if named:
+            size = parse_layout(named).world_size
+        else:
+            size, _ = largest(most, lambda size: self._job.resize(self._layout, size, ""))
+        self._enter(self._summons_to(size, named, leave, ""))
 
     def _summons_to(self, size: int, named: str, ranks: Sequence[int], mode: str) -> Summons:
         """The crossing to ``size`` ranks.
@@ -173,31 +252,36 @@ class Lead:
         """
         if unknown := [rank for rank in ranks if rank >= len(self._world)]:
             raise MembershipError(f"there are no ranks {unknown}; the run has 0 to {len(self._world) - 1}")
-        free = self._free(size)
+        free, ready = self._free(size), self._reserve.ready(self._hosts.open)
         chosen = next_world(
             self._world,
             {member: one.node for member, one in self._places.items()},
             size=size,
             leave={self._world[rank] for rank in ranks},
-            free={node: len(slots) for node, slots in free.items()},
+            free={node: len(slots) + len(ready.get(node, ())) for node, slots in free.items()},
             first=len(self._places),
+            ready=ready,
+        )
+        newcomers = (
+            self._places.get(m) or Newcomer(member=m, node=n, slot=free[n].pop(0)) for m, n in chosen.newcomers.items()
         )
         return Summons(
             generation=self._generation + 1,
             old=self._world,
             new=chosen.new,
-            newcomers=tuple(Newcomer(member=m, node=n, slot=free[n].pop(0)) for m, n in chosen.newcomers.items()),
+            newcomers=tuple(newcomers),
             layout=self._job.resize(self._layout, size, named),
             mode=mode,
         )
 
     def _free(self, most: int) -> dict[int, list[int]]:
         """Free places of each node, at most ``most``: one rank a device, on CPUs as many as are wanted."""
-        taken = {(self._places[m].node, self._places[m].slot) for m in {*self._world, *self._living()}}
+        holders = {*self._world, *self._living(), *self._reserve.members}
+        taken = {(self._places[member].node, self._places[member].slot) for member in holders}
         free = {}
-        for node in range(self._job.place.nodes):
+        for node in self._hosts.open:
             there = {slot for at, slot in taken if at == node}
-            last = self._meeting.devices[node] if self._meeting.device == "cuda" else len(there) + most
+            last = self._hosts.devices[node] if self._meeting.device == "cuda" else len(there) + most
             free[node] = [slot for slot in range(last) if slot not in there]
         return free
 
@@ -233,17 +317,11 @@ class Lead:
             heard={node: status.heard for node, status in statuses.items()},
             stopping=stopping,
             published=self._number >= 0 or bool(summons.lost),
-            answer=self._answer(summons),
+            answer=self._losses.outcome(summons) if summons.lost else self._heard(),
         )
 
-    def _answer(self, summons: Summons) -> Answer | None:
-        """What has become of a crossing; None while that is open. Of a loss nobody was asked."""
-        if not summons.lost:
-            return self._desk.heard(self._number) if self._number >= 0 else None
-        found = crossing_board(self._meeting.run, summons.generation, summons.holders).decided(COMMIT)
-        if found is None:
-            return None
-        return Answer(outcome="aborted" if "abort" in found else "done", message=found.get("abort", ""))
+    def _heard(self) -> Answer | None:
+        return self._desk.heard(self._number) if self._number >= 0 else None
 
     def _enter(self, summons: Summons) -> None:
         """Tell everybody of a stage."""
@@ -253,14 +331,17 @@ class Lead:
             self._places |= {one.member: one for one in summons.newcomers}
         elif summons.stage == "done":
             self._world, self._layout = summons.new, summons.layout
-            self._missing = self._missing if summons.lost else 0
+            self._losses.crossed(summons)
+            self._in_generation = summons.generation
         self._meeting.board.post(SUMMONS, summons.to_json())
+        self._reserve.call(summons.coming)
         self._log.write(
             "crossing",
             id=self._request.id,
             world=summons.generation,
             stage=summons.stage,
             members=list(summons.new),
+            nodes=[self._places[member].node for member in summons.new],
             newcomers=list(summons.coming),
             leavers=list(summons.leavers),
             layout=summons.layout,
@@ -270,12 +351,15 @@ class Lead:
 
     def end(self) -> None:
         """The run has ended: a crossing that is open is over with it, and whoever asked hears of that."""
-        if self._summons is None or self._summons.lost:
-            return
-        sight = replace(self._sight(self._summons, stopping=True), living=())
-        if (following := advance(self._summons, sight)) != self._summons:
-            self._enter(following)
-        self._settle(following)
+        if self._summons is not None and self._summons.lost:
+            self._summons = None
+        if self._summons is not None:
+            sight = replace(self._sight(self._summons, stopping=True), living=())
+            if (following := advance(self._summons, sight)) != self._summons:
+                self._enter(following)
+            self._settle(following)
+        if (answer := self._hosts.see_off(at_once=True)) is not None:
+            self._answer(answer)
 
     def _settle(self, summons: Summons, stuck: Sequence[int] = ()) -> None:
         """Answer whoever asked; the next one may come.
@@ -291,12 +375,22 @@ class Lead:
             self._summons = None
             if summons.stage == "undone":
                 raise RunFailedError(f"{summons.why}; and the run cannot go on: {summons.reason}")
-            if summons.stage == "done":
-                self._replace()
+            if summons.stage == "done" and (request := self._losses.replacement()) is not None:
+                self._desk.scale(request)
             return
         heard = self._desk.heard(self._number) if self._number >= 0 else None
         answer = heard or Answer(outcome="aborted", message=summons.reason)
         if stuck:
             answer = replace(answer, message=f"{answer.message}; killed and not gone: members {stuck}")
-        self._desk.answer(self._request, answer)
         self._summons, self._number = None, -1
+        if self._hosts.going and summons.stage == "done":
+            self._hosts.let_go(answer)
+        else:
+            self._hosts.stay()
+            self._answer(answer)
+
+    def _answer(self, answer: Answer) -> None:
+        """Tell whoever asked; a signal asks for no answer, but that its host is let go."""
+        self._desk.answer(self._request, answer)
+        if self._request.by == "SIGTERM" and answer.outcome != "done":
+            self._give_up(f"the hosts that were told to go cannot leave: {answer.message}")

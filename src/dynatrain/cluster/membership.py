@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 
 class MembershipError(ValueError):
@@ -31,12 +32,14 @@ def next_world(
     leave: Collection[int],
     free: Mapping[int, int],
     first: int,
+    ready: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> NextWorld:
     """The world of ``size`` members that follows.
 
     Those that are named leave, then the highest ranks. Stayers keep their order, so that rank 0 stays rank 0 unless it
-    leaves, and each newcomer comes behind the members of its node, so that the ranks of one node remain neighbours. It
-    goes where the fewest members are, of equal nodes to the first. Nodes need not have equally many.
+    leaves, and each newcomer comes behind the members of its node, so that the ranks of one node remain neighbours.
+    Spares are taken first; then, and among nodes that have some, a newcomer goes where the fewest members are, of equal
+    nodes to the first. Nodes need not have equally many.
 
     Args:
         world: members by rank; those of one node are neighbours.
@@ -44,7 +47,8 @@ def next_world(
         size: how many there are to be.
         leave: members that are to leave.
         free: free places of each node, which a leaver's place is not yet.
-        first: number of the first newcomer; the next one has the next number.
+        first: number of the first newcomer that is no spare; the next one has the next number.
+        ready: spares of each node, by number; their places count as free.
 
     Raises:
         MembershipError: nobody would be left, somebody is no member, nobody would stay, or places are too few; all that
@@ -67,9 +71,14 @@ def next_world(
     for member in stayers:
         there.setdefault(nodes[member], []).append(member)
     there |= {node: [] for node in sorted(free) if node not in there}
-    room, newcomers = dict(free), {}
-    for member in range(first, first + size - len(stayers)):
-        node = min((node for node in room if room[node]), key=lambda node: (len(there[node]), node))
+    room, newcomers, number = dict(free), {}, first
+    spares = {node: list(members) for node, members in ready.items()}
+    for _ in range(size - len(stayers)):
+        node = min(
+            (node for node in room if room[node]), key=lambda node: (not spares.get(node), len(there[node]), node)
+        )
+        member = spares[node].pop(0) if spares.get(node) else number
+        number += member == number
         room[node] -= 1
         there[node].append(member)
         newcomers[member] = node

@@ -1,6 +1,9 @@
-"""One agent's part in the changes of the world's members: it starts its newcomers and sees that its leavers go."""
+"""One agent's part in the changes of the world's members: it starts its newcomers and sees that its leavers go.
 
-from collections.abc import Callable, Iterable
+It keeps the spares of its node, too, and calls those who are newcomers.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 
 from torch.distributed import Store
 
@@ -9,7 +12,9 @@ from dynatrain.cluster.causes import say_end
 from dynatrain.cluster.context import RankContext
 from dynatrain.cluster.heart import Pulse
 from dynatrain.cluster.ranks import Ranks
-from dynatrain.cluster.summons import Summons
+from dynatrain.cluster.reserve import read_spares
+from dynatrain.cluster.seat import call
+from dynatrain.cluster.summons import Newcomer, Summons
 from dynatrain.cluster.worlds import crossing_board
 from dynatrain.observe.log import Log
 
@@ -24,11 +29,13 @@ class Part:
         store: the run's.
         ranks: this node's.
         pulse: their beats.
-        told: what the newcomers of a summons are told that come to this node.
+        told: ``(newcomers, world, generation)`` to what those of them are told that come to this node; spares' world is
+            empty.
         log: of events.
         patience: seconds without a beat after which a newcomer is lost.
         leave_seconds: what leavers have to end by themselves.
-        world: members of the first world, by rank.
+        world: members of the world, by rank.
+        summons: the last one before this agent came in, in which it has no part.
 
     Attributes:
         world: members, by rank.
@@ -42,12 +49,13 @@ class Part:
         store: Store,
         ranks: Ranks,
         pulse: Pulse,
-        told: Callable[[Summons], list[RankContext]],
+        told: Callable[[Iterable[Newcomer], Sequence[int], int], list[RankContext]],
         log: Log,
         *,
         patience: float,
         leave_seconds: float,
         world: tuple[int, ...],
+        summons: Summons | None = None,
     ) -> None:
         self._store = store
         self._board = Board(store, len(world))
@@ -59,9 +67,10 @@ class Part:
         self._leave_seconds = leave_seconds
         self._since = 0.0
         self._overdue: set[int] = set()
+        self._spares: set[int] = set()
         self.world = world
-        self.summons: Summons | None = None
-        self.heard = ""
+        self.summons = summons
+        self.heard = summons.mark if summons else ""
         self.lost = ""
 
     @property
@@ -77,15 +86,29 @@ class Part:
         return tuple(member for member in self.members if member not in leavers)
 
     def look(self, now: float) -> None:
-        """Follow the summons."""
+        """Follow the summons, and see to the spares."""
+        spares = read_spares(
+            self._board
+        )  # before the summons, which is written before those it calls are left out here
         text = self._board.peek(SUMMONS)
-        if text is None:
-            return
-        summons = Summons.from_json(text)
-        if summons != self.summons:
-            self.summons, self._since = summons, now
-            self._begin(summons)
-        self._go_on(summons, now)
+        if text is not None:
+            summons = Summons.from_json(text)
+            if summons != self.summons:
+                self.summons, self._since = summons, now
+                self._begin(summons)
+            self._go_on(summons, now)
+        self._keep_spares(spares)
+
+    def _keep_spares(self, wanted: Sequence[Newcomer]) -> None:
+        """Start those that are new on this node, and end those that nobody wants any more."""
+        self._spares.update(self._fork(self._told([one for one in wanted if one.member not in self._ranks], (), 0)))
+        unwanted = self._spares - {one.member for one in wanted}
+        self._ranks.kill(unwanted & set(self._ranks.living))
+        self._spares -= unwanted
+
+    def _fork(self, contexts: Sequence[RankContext]) -> list[int]:
+        self._ranks.fork(contexts)
+        return [context.member for context in contexts]
 
     def name(self, member: int) -> str:
         """A member as people know it: by its rank, where it has one, and its process."""
@@ -103,7 +126,12 @@ class Part:
             self._begin_anew(summons)
         if summons.stage == "coming":
             self.lost = ""
-            self._ranks.fork(self._told(summons))
+            told = self._told(summons.newcomers, summons.new, summons.generation)
+            self._fork([context for context in told if context.member not in self._ranks])
+            for context in told:
+                if context.member in self._spares:
+                    self._spares.remove(context.member)
+                    call(self._board, context)
             self._pulse.watch(self._here(summons.coming))
         elif summons.stage == "done":
             self.world = summons.new
@@ -119,13 +147,13 @@ class Part:
         Who is in neither world, or is taken for lost and lives, is ended: it would train on beside the others.
         """
         self.world = summons.old
-        strangers = {*self._ranks.living} - {*summons.survivors, *summons.coming}
+        strangers = {*self._ranks.living} - {*summons.survivors, *summons.coming, *self._spares}
         self._pulse.forget(strangers | {*summons.lost})
         self._ranks.kill(strangers)
 
     def _go_on(self, summons: Summons, now: float) -> None:
         """Do what a stage asks for in time."""
-        if summons.stage in {"coming", "asked"} and not self.lost:
+        if summons.is_open and not self.lost:
             self.lost = self._lost(summons)
         if summons.stage == "asked" and self.lost and not summons.lost:
             crossing = crossing_board(self._store, summons.generation, summons.holders)

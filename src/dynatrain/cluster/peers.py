@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -16,7 +16,8 @@ class Status:
 
     Attributes:
         number: grows with every message.
-        state: ``running``; ``stopping`` (asked to by ``signal``); ``failed`` (``reason``); ``done``.
+        state: ``running``; ``stopping`` (asked to by ``signal``); ``leaving`` (its host was told to go); ``left`` (and
+            it has gone, the run goes on); ``failed`` (``reason``); ``done``.
         signal: why it stops.
         reason: why it failed.
         code: how its ranks have ended.
@@ -27,7 +28,7 @@ class Status:
     """
 
     number: int = 0
-    state: Literal["running", "stopping", "failed", "done"] = "running"
+    state: Literal["running", "stopping", "leaving", "left", "failed", "done"] = "running"
     signal: int = 0
     reason: str = ""
     code: int = 0
@@ -35,6 +36,10 @@ class Status:
     heard: str = ""
     lost: str = ""
     fallen: tuple[tuple[int, str], ...] = ()
+
+
+ROSTER = "roster"
+"""Where on the run's board it stands which nodes have an agent of the run; before that, those that have met."""
 
 
 class Peers:
@@ -47,6 +52,7 @@ class Peers:
 
     Attributes:
         said: what this agent has said last.
+        released: whether this agent is no longer one of the run's, and is to end.
     """
 
     def __init__(self, board: Board, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,7 +62,7 @@ class Peers:
         self.said = Status()
         self._seen = {n: Status() for n in range(place.nodes) if n != place.node}
         self._changed = dict.fromkeys(self._seen, clock())
-        self._given_up: set[int] = set()
+        self.released = False
 
     def say(self, status: Status) -> None:
         """Tell the others how this agent is; its number is set here."""
@@ -66,19 +72,43 @@ class Peers:
 
     @property
     def everyone(self) -> dict[int, Status]:
-        """What all agents have said last, by node, without those that were given up."""
-        return {
-            node: said for node, said in {self._node: self.said, **self._seen}.items() if node not in self._given_up
-        }
+        """What all agents have said last, by node."""
+        return {self._node: self.said, **self._seen}
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """All nodes that have an agent of the run."""
+        return tuple(sorted({self._node, *self._seen} if not self.released else self._seen))
+
+    def enroll(self, nodes: Iterable[int]) -> None:
+        """Say, as the agent that leads, which nodes have an agent of the run from here on."""
+        self._board.post(ROSTER, json.dumps(sorted(nodes)))
+        self._follow_roster()
 
     def look(self) -> None:
-        """Read what the others say."""
+        """Read who they are, and what they say."""
+        self._follow_roster()
         for node, seen in self._seen.items():
-            text = self._board.peek(f"agent/{node}")
-            status = seen if text is None else _read(text)
+            status = self.status(node) or seen
             if status != seen:
                 self._seen[node] = status
                 self._changed[node] = self._clock()
+
+    def status(self, node: int) -> Status | None:
+        """What the agent of a node has said last, also of one that is no longer of the run; None for nothing."""
+        text = self._board.peek(f"agent/{node}")
+        return None if text is None else _read(text)
+
+    def _follow_roster(self) -> None:
+        text = self._board.peek(ROSTER)
+        if text is None:
+            return
+        nodes = set(json.loads(text))
+        self.released = self._node not in nodes
+        for node in nodes - self._seen.keys() - {self._node}:
+            self._seen[node], self._changed[node] = Status(), self._clock()
+        for node in self._seen.keys() - nodes:
+            del self._seen[node], self._changed[node]
 
     def stopping(self) -> tuple[int, int]:
         """``(node, signal)`` of an agent that was asked to end; ``(-1, 0)`` where none was."""
@@ -92,23 +122,24 @@ class Peers:
             survives: whether it goes on without a node, other than 0, whose agent is lost.
         """
         for node, status in self._seen.items():
-            if status.state == "failed" and node not in self._given_up:
+            if status.state == "failed":
                 return f"node {node} failed: {status.reason}"
         silent = self.silent(patience)
         return silent.get(0, "") if survives else next(iter(silent.values()), "")
 
     def silent(self, patience: float) -> dict[int, str]:
         """The nodes whose agents are silent for longer than ``patience`` seconds, and what to say of each."""
-        quiet = {node: self._clock() - self._changed[node] for node in self._seen.keys() - self._given_up}
+        quiet = {node: self._clock() - since for node, since in self._changed.items()}
         return {
             node: f"the agent of node {node} is silent for {seconds:.1f} s"
             for node, seconds in sorted(quiet.items())
-            if self._seen[node].state != "done" and seconds > patience
+            if self._seen[node].state not in {"done", "left"} and seconds > patience
         }
 
-    def give_up(self, node: int) -> None:
-        """The run goes on without that node, whatever its agent says from now on."""
-        self._given_up.add(node)
+    def is_lost(self, node: int, patience: float) -> bool:
+        """Whether another agent has gone by itself, or is silent for longer than ``patience`` seconds."""
+        status = self._seen[node]
+        return status.state == "left" or self._clock() - self._changed[node] > patience
 
     def any_done(self) -> bool:
         """Whether all ranks of some other node have ended well."""
@@ -122,5 +153,5 @@ class Peers:
 
 def _read(text: str) -> Status:
     found = json.loads(text)
-    fallen = tuple((member, why) for member, why in found["fallen"])
+    fallen = tuple((member, why) for member, why in found.get("fallen", ()))
     return Status(**{**found, "living": tuple(found["living"]), "fallen": fallen})

@@ -6,19 +6,33 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from dynatrain.cluster.context import RankContext
+from dynatrain.cluster.place import PlaceError
 
 _TIMEOUT = timedelta(seconds=20)
 
 
-def host_store() -> TCPStore:
-    """Start a store that this machine alone can reach, on a port that the kernel chooses.
+def host_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
+    """Start a store that listens on one address alone.
 
     The socket is bound before anyone is told its port: a port that is chosen first may be taken when it is used.
+
+    Args:
+        host: the address; by default, which this machine alone can reach.
+        port: its port; 0 for one that the kernel chooses.
+
+    Raises:
+        PlaceError: nobody can listen there.
     """
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    port = listener.getsockname()[1]
+    try:
+        listener = socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        raise PlaceError(
+            f"The run's store cannot listen at {host}:{port}: {error.strerror or error}. Nearest: an address of this "
+            "machine, and a port that is free."
+        ) from None
+    address, port = listener.getsockname()[:2]
     return TCPStore(
-        "127.0.0.1",
+        address,
         port,
         is_master=True,
         timeout=_TIMEOUT,

@@ -103,6 +103,11 @@ class Summons:
         return {"done": self.leavers, "undone": self.coming}.get(self.stage, ())
 
     @property
+    def is_open(self) -> bool:
+        """Whether it is not decided yet."""
+        return self.stage in {"coming", "asked"}
+
+    @property
     def mark(self) -> str:
         """Names the crossing and its stage: by it an agent says what it has heard."""
         return f"{self.generation} {self.stage}"
@@ -157,7 +162,7 @@ class Sight:
 
 def advance(summons: Summons, sight: Sight) -> Summons:
     """The stage that follows from what is seen; the same summons where that is the present one."""
-    if summons.stage in {"coming", "asked"} and not sight.published:
+    if summons.is_open and not sight.published:
         if sight.lost:
             return summons.at("undone", "; ".join(sight.lost))
         if sight.stopping:
@@ -181,6 +186,6 @@ def is_over(summons: Summons, sight: Sight, leave_seconds: float) -> bool:
         sight: what is seen of it.
         leave_seconds: what leavers have to end by themselves.
     """
-    if summons.stage not in {"done", "undone"} or any(mark != summons.mark for mark in sight.heard.values()):
+    if summons.is_open or any(mark != summons.mark for mark in sight.heard.values()):
         return False
     return not set(summons.going) & set(sight.living) or sight.waited > leave_seconds + GONE_SECONDS

@@ -35,6 +35,15 @@ class World(Section):
     """The only numbers of ranks; empty for any."""
     step: Ranks = 1
     """What every number of ranks is a multiple of, for example the devices of a node."""
+    interface: str = ""
+    """Network interface on which agents of other machines reach the run, and which its ranks use; empty for this
+    machine alone, or under a launcher for what that says."""
+    spares: WholeNumber = 0
+    """Ranks that are kept ready, on top of those that train: started and waiting in a place of their own, for a change
+    of members or as a replacement."""
+    grace: Seconds = 30.0
+    """Seconds from SIGTERM on one host of several until it is taken away: half of them are for its ranks to hand over
+    and leave, the other half to save and stop the run where they cannot."""
 
 
 class Model(Section):
@@ -100,7 +109,9 @@ class Optimizer(Section):
     warmup_steps: WholeNumber | None = None
     """Steps until the learning rate is at its highest; by default a tenth of all, at most 10."""
     min_lr_ratio: Share = 0.1
-    """Learning rate at the end, as a fraction of the highest."""
+    """Learning rate at the end of the cosine, as a fraction of the highest."""
+    decay_steps: Count | None = None
+    """Step at which the cosine ends; by default the steps that the run was begun with, whatever it goes on to."""
     clip_norm: NotNegative = 1.0
     """Largest global norm of the gradients; 0 does not clip."""
     exact_norm: bool = False

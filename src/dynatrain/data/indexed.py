@@ -114,6 +114,11 @@ class Indexed:
             raise UnreadableError(
                 f"{self.path.name} is cut short: it has {len(self.content):,} bytes, and {index} says {ends.max():,}"
             )
+        if (explained := int(ends.max(initial=0))) != len(self.content):
+            raise UnreadableError(
+                f"{self.path.name} has {len(self.content):,} bytes, and the sequences of {index} with tokens of type "
+                f"{self.dtype.name} explain {explained:,}: the type is not that of the tokens, or the files are no pair"
+            )
         entries = self.documents
         if len(entries) < 1 or entries[0] != 0 or entries[-1] != len(self.lengths) or (np.diff(entries) < 0).any():
             raise UnreadableError(

@@ -22,7 +22,12 @@ def batch_ids(seed: int, step: int, global_sequences: int, num_samples: int) -> 
     In each epoch every one of ``num_samples`` samples comes exactly once. Validation uses the same function over the
     validation samples, with the number of the validation batch for the step.
     """
-    places = np.arange(step * global_sequences, (step + 1) * global_sequences)
+    return ids_from(seed, step * global_sequences, global_sequences, num_samples)
+
+
+def ids_from(seed: int, first: int, count: int, num_samples: int) -> Ids:
+    """``count`` samples behind the ``first`` that were taken, whatever batches those came in; int64 [count]."""
+    places = np.arange(first, first + count)
     epochs, within = places // num_samples, places % num_samples
     parts = [permuted(seed, int(epoch), within[epochs == epoch], num_samples) for epoch in np.unique(epochs)]
     return np.concatenate(parts)

@@ -1,7 +1,7 @@
 """The texts of one file, by the kind of file.
 
 ==============  =================================================================================================
-``.txt``        one document, UTF-8
+``.txt``        one document, UTF-8 (here and below with a byte order mark or without)
 ``.py``         one document, in the encoding that it declares
 ``.jsonl``      one document a line: an object with a string under the text column's name
 ``.parquet``    one document a row, from the text column; needs pyarrow
@@ -20,6 +20,9 @@ from pathlib import Path, PurePosixPath
 
 Texts = Iterator[tuple[str, str]]
 """``(what follows the file's name in the document's, text)``."""
+
+_TEXT = "utf-8-sig"
+"""UTF-8; a byte order mark in front is none of the text."""
 
 _BLOCK = 512
 """Bytes of a block of a tar file; two empty ones close it."""
@@ -50,7 +53,7 @@ def texts_in(file: Path, column: str) -> Texts:
 
 
 def _plain(file: Path, _column: str) -> Texts:
-    yield "", file.read_text(encoding="utf-8")
+    yield "", file.read_text(encoding=_TEXT)
 
 
 def _python(file: Path, _column: str) -> Texts:
@@ -59,7 +62,7 @@ def _python(file: Path, _column: str) -> Texts:
 
 
 def _json_lines(file: Path, column: str) -> Texts:
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(file.read_text(encoding=_TEXT).split("\n"), start=1):
         if line.strip():
             yield f"#{number}", _text_of(line, f"line {number}", column)
 
@@ -90,7 +93,7 @@ def _web_dataset(file: Path, column: str) -> Texts:
     for key, members in _samples_of(file).items():
         if "txt" in members:
             try:
-                yield f"#{key}", members["txt"].decode("utf-8")
+                yield f"#{key}", members["txt"].decode(_TEXT)
             except UnicodeDecodeError as error:
                 raise UnreadableError(f"member {key}.txt: byte {error.start} is not UTF-8") from None
         elif "json" in members:

@@ -1,8 +1,8 @@
 """One round on the wire: pieces to messages to pieces, with a checksum per move at both ends.
 
-A part that is alone in its frame and contiguous where it lies travels straight from or into its piece; all others go
-through staging buffers. The sender hashes what it hands to the transport, the receiver what lies in the target piece
-afterwards.
+Where the transport goes from place to place, so does each item. Else a part that is alone in its frame and contiguous
+where it lies travels straight from or into its piece, and all others go through staging buffers. The sender hashes what
+it hands to the transport, the receiver what lies in the target piece afterwards.
 """
 
 import time
@@ -17,9 +17,9 @@ import xxhash
 from dynatrain.execute.pages import memory_of, touch
 from dynatrain.execute.pieces import Piece, Pieces, Pool
 from dynatrain.execute.transport import Message, Pending, Transport
-from dynatrain.execute.wire import DEPTH, FAN, Bundle, Item, Part, Route, Wave, room, routes
+from dynatrain.execute.wire import DEPTH, FAN, Bundle, Item, Route, Wave, room, routes
 from dynatrain.plan.plan import Granule, RankPlan
-from dynatrain.space.box import Box, intersect, within
+from dynatrain.space.box import Box, intersect, tiles, whole, within
 from dynatrain.space.tensor import Catalogue
 
 
@@ -39,9 +39,14 @@ class CorruptMove(RuntimeError):  # noqa: N818 - says what happened
         super().__init__(f"{tensor} {state}, box {box}: rank {dst} holds other bytes than rank {src} sent")
 
 
+SCRATCH_BYTES = 1 << 18
+"""What strided bytes are copied to a little at a time, to be hashed: it stays in the cache."""
+
+
 def staging_bound(routes: Sequence[Route]) -> int:
     """Most bytes of staging memory that carrying ``routes`` out can take on their rank: at most ``STAGING_BYTES``."""
-    return 2 * DEPTH * FAN * _longest(routes)
+    most = 2 * DEPTH * FAN if any(route.waves for route in routes) else 1
+    return most * _longest(routes)
 
 
 class Exchange:
@@ -68,7 +73,7 @@ class Exchange:
         self.catalogue = catalogue
         self.transport = transport
         self.pool = pool
-        self.routes = routes(plan, catalogue, transport.size)
+        self.routes = routes(plan, catalogue, transport.size, transport.direct)
         self.kept: dict[Granule, list[Piece]] = {}
         self.ledger: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._rank = plan.rank
@@ -78,7 +83,7 @@ class Exchange:
 
     def warm(self) -> int:
         """Allocate the staging memory now, so that none of it is touched first inside the stall; returns its bytes."""
-        together = max((_together(route.waves) for route in self.routes), default=0)
+        together = max((max(_together(route.waves), bool(route.direct)) for route in self.routes), default=0)
         buffers = [self._buffer() for _ in range(together)]
         for buffer in buffers:
             touch(buffer)
@@ -100,6 +105,8 @@ class Exchange:
             CorruptMove: checksums of a move differ.
         """
         sums = _Sums(route)
+        near = self._launch_direct(route, sums, old, new)
+        self._hash(near.sends)  # only now: others read it meanwhile
         flying: deque[_Flight] = deque()
         for wave in route.waves:
             if len(flying) == DEPTH:
@@ -113,6 +120,7 @@ class Exchange:
         self._relay(route.relays, old, new)
         while flying:
             self._land(flying.popleft(), deadline)
+        self._land_direct(near, deadline)
         arrival.wait(max(0.0, deadline - time.monotonic()))
         self._compare(sums, told)
 
@@ -121,6 +129,22 @@ class Exchange:
         self._free.clear()
         while self._staging:
             self.pool.drop(self._staging.pop())
+
+    def _launch_direct(self, route: Route, sums: "_Sums", old: Pieces, new: Pieces) -> "_Direct":
+        """Post all items of the peers to whom the transport goes from place to place."""
+        sends, receives = (
+            [
+                _Parcel(Message(peer, view), (_Slot(stream, view, None),))
+                for peer in route.direct
+                for stream in streams_of.get(peer, ())
+                for view in [_rows(_view(self._piece(pieces, stream.item.granule, stream.item.box), stream.item.box))]
+            ]
+            for streams_of, pieces in ((sums.sent, old), (sums.received, new))
+        )
+        for parcel in sends:
+            self.ledger[self._rank, parcel.message.peer] += parcel.message.tensor.nbytes
+        pending = self.transport.post([parcel.message for parcel in sends], [parcel.message for parcel in receives])
+        return _Direct(pending, sends, receives)
 
     def _launch(self, wave: Wave, sums: "_Sums", old: Pieces, new: Pieces) -> "_Flight":
         """Pack and post one wave."""
@@ -150,6 +174,25 @@ class Exchange:
             self.ledger[parcel.message.peer, self._rank] += parcel.message.tensor.nbytes
         self._free += flight.staged
 
+    def _land_direct(self, flight: "_Direct", deadline: float) -> None:
+        """Wait until everything was read, by this rank and of it."""
+        flight.pending.wait(max(0.0, deadline - time.monotonic()))
+        self._hash(flight.receives)
+        for parcel in flight.receives:
+            self.ledger[parcel.message.peer, self._rank] += parcel.message.tensor.nbytes
+
+    def _hash(self, parcels: "Sequence[_Parcel]") -> None:
+        """Hash bytes where they lie; strided ones a little at a time through a buffer that stays in the cache."""
+        if not parcels:
+            return
+        buffer = self._buffer()
+        for view, stream in ((slot.view, slot.stream) for parcel in parcels for slot in parcel.slots):
+            box = whole(tuple(view.shape))
+            for tile in [box] if view.is_contiguous() else tiles(box, 1, min(SCRATCH_BYTES, len(buffer))):
+                part = view[within(tile, box)]
+                stream.update(part if part.is_contiguous() else buffer[: part.numel()].view(part.shape).copy_(part))
+        self._free.append(buffer)
+
     def _parcels(
         self, bundle: Bundle, streams_of: "Mapping[int, Sequence[_Stream]]", pieces: Pieces, staged: list[torch.Tensor]
     ) -> "Iterator[_Parcel]":
@@ -158,7 +201,7 @@ class Exchange:
         for frame in bundle.frames:
             items = [streams[part.item].item for part in frame.parts]
             views = [
-                _view(self._piece(pieces, item.granule, part.box), part)
+                _view(self._piece(pieces, item.granule, part.box), part.box)
                 for item, part in zip(items, frame.parts, strict=True)
             ]
             if len(views) == 1 and views[0].is_contiguous():
@@ -254,6 +297,15 @@ class _Parcel:
 
 
 @dataclass(frozen=True, slots=True)
+class _Direct:
+    """What was posted to go from place to place in one round."""
+
+    pending: Pending
+    sends: list[_Parcel]
+    receives: list[_Parcel]
+
+
+@dataclass(frozen=True, slots=True)
 class _Flight:
     """A posted wave."""
 
@@ -264,7 +316,8 @@ class _Flight:
 
 def _longest(routes: Sequence[Route]) -> int:
     waves = [wave for route in routes for wave in route.waves]
-    return max((bundle.nbytes for wave in waves for bundle in (*wave.sends, *wave.receives)), default=0)
+    least = SCRATCH_BYTES if any(route.direct for route in routes) else 0
+    return max((bundle.nbytes for wave in waves for bundle in (*wave.sends, *wave.receives)), default=least)
 
 
 def _together(waves: Sequence[Wave]) -> int:
@@ -273,13 +326,18 @@ def _together(waves: Sequence[Wave]) -> int:
     return max((sum(bundles[first : first + DEPTH]) for first in range(len(bundles))), default=0)
 
 
-def _view(piece: Piece, part: Part) -> torch.Tensor:
-    return piece.tensor if part.box == piece.box else piece.tensor[within(part.box, piece.box)]
+def _view(piece: Piece, box: Box) -> torch.Tensor:
+    return piece.tensor if box == piece.box else piece.tensor[within(box, piece.box)]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor whose rows are contiguous, in its shape."""
+    return (tensor if tensor.dim() else tensor.reshape(1)).view(torch.uint8)
 
 
 def _sums_of(streams: Sequence[_Stream]) -> torch.Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dynatrain.execute.pages import discard, mapped_apart, prefer_huge
+from dynatrain.execute.pages import Apart, discard, prefer_huge
 from dynatrain.plan.plan import Granule
 from dynatrain.space.box import Box, shape_of
 from dynatrain.space.tensor import Catalogue
@@ -84,6 +84,7 @@ class Pool:
         self.held = 0
         self.peak = 0
         self._poison = poison
+        self._apart = Apart()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, storage_bytes: int = 0) -> torch.Tensor:
         """A contiguous tensor at the start of a storage of its own.
@@ -96,8 +97,9 @@ class Pool:
             storage_bytes: size of the storage where it is to be longer than the tensor.
         """
         needed = torch.Size(shape).numel() * dtype.itemsize
-        with mapped_apart():
-            storage = torch.UntypedStorage(max(storage_bytes, needed), device=self.device)
+        nbytes = max(storage_bytes, needed)
+        on_host = self.device.type == "cpu"
+        storage = self._apart.make(nbytes) if on_host else torch.UntypedStorage(nbytes, device=self.device)
         tensor = torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, shape)
         self._count(storage.nbytes())
         self._prepare(tensor)
@@ -128,7 +130,9 @@ class Pool:
         """Give a piece that was given back its memory again, visible to all its aliases; its content is undefined."""
         if piece.storage.nbytes() == piece.nbytes:
             return
-        with mapped_apart():
+        if self.device.type == "cpu":
+            self._apart.restore(piece.storage, piece.nbytes)
+        else:
             piece.storage.resize_(piece.nbytes)
         self._count(piece.nbytes)
         self._prepare(piece.tensor)

@@ -1,8 +1,8 @@
 """How bytes get from rank to rank: the contract, and its fulfilment by a torch process group.
 
-Contract of every transport: between :meth:`Transport.post` and the return of :meth:`Pending.wait` neither side touches
-the posted tensors; a receive buffer holds its message only after ``wait``. Messages between one ordered pair of ranks
-match in the order in which they were posted. Nothing here uses a default process group.
+Contract of every transport: between :meth:`Transport.post` and the return of :meth:`Pending.wait` neither side writes
+the posted tensors, or reads what arrives; a receive buffer holds its message only after ``wait``. Messages between one
+ordered pair of ranks match in the order in which they were posted. Nothing here uses a default process group.
 """
 
 import time
@@ -31,7 +31,7 @@ class Message:
 
     Attributes:
         peer: the other rank, numbered as in the plan.
-        tensor: contiguous; read when sent, written when received.
+        tensor: read when sent, written when received; contiguous, unless :meth:`Transport.direct` says otherwise.
     """
 
     peer: int
@@ -70,6 +70,13 @@ class Transport(Protocol):
     def size(self) -> int:
         """Number of ranks that it joins; equal on all of them."""
 
+    @property
+    def name(self) -> str:
+        """What it is called in records."""
+
+    def direct(self, peer: int) -> bool:
+        """Whether messages from and to ``peer`` go from place to place, whatever their strides; alike at both ends."""
+
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start transfers, receives first, without blocking.
 
@@ -99,6 +106,15 @@ class GroupTransport:
     def size(self) -> int:
         """Number of ranks that it joins."""
         return len(self._index)
+
+    @property
+    def name(self) -> str:
+        """The backend's."""
+        return self._group.name()
+
+    def direct(self, _peer: int) -> bool:
+        """Messages go through buffers of the backend, and are contiguous."""
+        return False
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start transfers; see :class:`Transport`."""

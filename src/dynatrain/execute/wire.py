@@ -10,10 +10,13 @@ Frames travel in *waves*, so that staging memory is bounded: a wave takes one *b
 ranks - 1) // FAN, number of the bundle in its pair)``, which both ends compute alike, and each rank takes its waves in
 ascending order. Among all unfinished waves the least one can always finish, because everybody in it has finished all
 lesser ones: hence no deadlock, whatever the moves are.
+
+Between ranks whose transport goes from place to place nothing is staged: each item is a message of its own, and all
+items of a round are posted at once.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from dynatrain.plan.plan import Granule, Move, RankPlan
@@ -119,22 +122,27 @@ class Route:
         sends: items by receiving rank.
         receives: items by sending rank.
         relays: items that stay on the rank but are laid out anew.
-        waves: ``sends`` and ``receives`` as messages.
+        direct: peers to whom each item goes as it lies.
+        waves: ``sends`` and ``receives`` of all other peers as messages.
     """
 
     sends: dict[int, tuple[Item, ...]]
     receives: dict[int, tuple[Item, ...]]
     relays: tuple[Item, ...]
+    direct: tuple[int, ...]
     waves: tuple[Wave, ...]
 
 
-def routes(plan: RankPlan, catalogue: Catalogue, size: int) -> tuple[Route, ...]:
+def routes(
+    plan: RankPlan, catalogue: Catalogue, size: int, direct: Callable[[int], bool] = lambda _peer: False
+) -> tuple[Route, ...]:
     """The route of every round.
 
     Args:
         plan: one rank's part.
         catalogue: the tensors that the plan numbers.
         size: number of ranks of the switch; equal on all of them.
+        direct: whether messages from and to a peer need no staging; alike at both ends.
     """
     sends, receives, relays = (_by_granule(moves) for moves in (plan.sends, plan.receives, plan.relays))
     found = []
@@ -142,8 +150,9 @@ def routes(plan: RankPlan, catalogue: Catalogue, size: int) -> tuple[Route, ...]
         out = _items(((m.dst, g, m.box) for g in granules for m in sends[g]), catalogue)
         incoming = _items(((m.src, g, m.box) for g in granules for m in receives[g]), catalogue)
         stay = _items(((m.dst, g, m.box) for g in granules for m in relays[g]), catalogue)
-        waves = _waves(plan.rank, size, out, incoming)
-        found.append(Route(sends=out, receives=incoming, relays=stay.get(plan.rank, ()), waves=waves))
+        near = tuple(peer for peer in sorted({*out, *incoming}) if direct(peer))
+        waves = _waves(plan.rank, size, *({p: of for p, of in way.items() if p not in near} for way in (out, incoming)))
+        found.append(Route(sends=out, receives=incoming, relays=stay.get(plan.rank, ()), direct=near, waves=waves))
     return tuple(found)
 
 

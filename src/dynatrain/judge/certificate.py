@@ -138,7 +138,7 @@ class Certificate:
         lost_seconds: None until enough steps in the new layout are known.
         floor_seconds: None without a probe.
         peak_bytes: predicted and measured; of a crossing by holder: old ranks, then newcomers.
-        transport: what carried the moves (``gloo``, ``nccl``, ...).
+        transport: what carried the moves (``memory``, ``gloo``, ``nccl``; ``memory, gloo`` where machines are several).
         versions: of ``dynatrain``, ``python`` and ``torch`` at least.
         attempt: of the run: 0 for its first agent; a run that goes on begins where it was saved.
     """

@@ -74,9 +74,10 @@ def balance_loss(scores: Tensor, counts: Tensor) -> Tensor:
         scores: [B, T, E] of these tokens; zeros for tokens that do not count.
         counts: int64 [B, E], tokens of each whole sequence that were sent to each expert.
     """
-    load = counts / counts.sum(-1, keepdim=True).clamp(min=1) * counts.shape[-1]
+    sent = counts.to(scores.dtype)  # integers divided by integers would be single precision
+    load = sent / sent.sum(-1, keepdim=True).clamp(min=1) * counts.shape[-1]
     share = scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
-    return (load[:, None].to(scores.dtype) * share).sum()
+    return (load[:, None] * share).sum()
 
 
 @torch.no_grad()

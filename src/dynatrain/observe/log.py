@@ -10,13 +10,18 @@ place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
 ``rank_stopped``    ``rank, member, pid, signal``: halted by a signal, for example SIGSTOP; not an end yet
 ``rank_continued``  ``rank, member, pid``
 ``rank_ended``      ``rank, member, pid, code, signal, by_agent, error, step, phase, switch``: each end, also a good one
-``crossing``        ``id, world, stage, members, newcomers, leavers, layout, reason, lost``: the way to the world of
-                    that number, a line for each stage: ``coming``, ``asked``, then ``done`` or ``undone``
+``crossing``        ``id, world, stage, members, nodes, newcomers, leavers, layout, reason, lost``: the way to the world
+                    of that number, a line for each stage: ``coming``, ``asked``, then ``done`` or ``undone``; ``nodes``
+                    are those of the members
 ``newcomer``        ``rank, member, pid``: forked for a world to come
 ``overdue``         ``member, pid, seconds``: a leaver that had not ended in time and was killed
 ``request``         ``id, verb, arguments, by``: taken from the run folder
 ``answer``          ``id, outcome, message, switch``
 ``signal``          ``signal, node``: the agent was asked to end
+``host_joined``     ``node, host, place, pid``: an agent has come to a run that had begun
+``join_refused``    ``who, reason``: another was not taken in
+``host_leaves``     ``node, seconds``: a signal has told the agent that its host goes, and in how many seconds
+``host_left``       ``node``: that agent has ended, and the run goes on without its host
 ``run_failed``      ``reason``: the first cause; the run ends with exit code 3
 ``agent_ended``     ``exit, seconds``: nothing of the run is left on this node
 ``save``            ``step, outcome, message``: a checkpoint is complete, or could not be made
@@ -58,6 +63,10 @@ KINDS = frozenset(
         "run_failed",
         "agent_ended",
         "crossing",
+        "host_joined",
+        "join_refused",
+        "host_leaves",
+        "host_left",
         "newcomer",
         "overdue",
         "save",
@@ -80,7 +89,9 @@ _NEEDED_OF: dict[str, dict[str, Rule]] = {
     "save": {"step": count, "outcome": text},
     "loss": {"step": count, "now": count, "why": text},
     "agent_started": {"world_size": count, "nodes": count},
-    "crossing": {"world": count, "stage": text, "members": [count], "layout": text},
+    "crossing": {"world": count, "stage": text, "members": [count], "nodes": [count], "layout": text},
+    "host_joined": {"node": count, "host": text},
+    "host_left": {"node": count},
 }
 """What readers of a line, and of one of a kind, rely on."""
 

@@ -26,7 +26,13 @@ _LONGEST_ID = 100
 
 ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "switch": {"layout": "a text", "mode": "a text"},
-    "scale": {"size": "a number from 1", "layout": "a text", "leave": "a list of ranks", "mode": "a text"},
+    "scale": {
+        "size": "a number from 1",
+        "layout": "a text",
+        "leave": "a list of ranks",
+        "nodes": "a list of nodes",
+        "mode": "a text",
+    },
     "save": {},
     "stop": {},
 }
@@ -34,7 +40,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
 
 NEEDED: Mapping[str, tuple[frozenset[str], ...]] = {
     "switch": (frozenset({"layout"}),),
-    "scale": (frozenset({"size", "layout", "leave"}),),
+    "scale": (frozenset({"size", "layout", "leave", "nodes"}),),
 }
 """The arguments that a verb cannot do without: one of each set."""
 
@@ -61,10 +67,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_number(one) and one >= 0 for one in value)
+
+
 _IS: Mapping[str, Callable[[Any], bool]] = {
     "a text": lambda value: isinstance(value, str),
     "a number from 1": lambda value: _is_number(value) and value >= 1,
-    "a list of ranks": lambda value: isinstance(value, list) and all(_is_number(one) and one >= 0 for one in value),
+    "a list of ranks": _are_numbers,
+    "a list of nodes": _are_numbers,
 }
 
 
@@ -76,7 +87,8 @@ class Request:
         id: names the request for good; the same id again is the same request.
         verb: what to do: a key of :data:`ARGUMENTS`.
         arguments: of the verb, for example ``{"layout": "fsdp4"}``. Of ``scale``: ``size``, how many ranks there are to
-            be; ``layout``, in which; ``leave``, which ranks leave, by their present numbers.
+            be; ``layout``, in which; ``leave``, which ranks leave, by their present numbers; ``nodes``, which hosts
+            leave, with their ranks and their agent.
         by: who asks: ``cli``, ``schedule``, ``SIGINT``.
         deadline: seconds since 1970 after which it is no longer wanted; None for never.
     """

@@ -7,6 +7,7 @@
 ``tokenizer.json``                        the tokenizer, once it is trained
 ``metrics.jsonl``, ``events.jsonl``       what happened (:mod:`dynatrain.observe.log`)
 ``agent.json``, ``agent.lease``           which process drives the run, or how it ended; its last sign of life
+``join.json``                             where it takes in agents while it runs (:mod:`dynatrain.observe.address`)
 ``logs/rank_N.log``                       what rank N printed; ``logs/forkserver.log`` what its parent did
 ``requests/``                             what people ask for, and the answers (:mod:`dynatrain.observe.requests`)
 ``switches/NNN/``                         ``plan.json`` and ``certificate.json`` of each switch

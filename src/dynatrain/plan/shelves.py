@@ -43,10 +43,17 @@ def reads_of_rest(
     return tuple(sorted(found, key=lambda fetch: (fetch.granule, fetch.place, fetch.box)))
 
 
-def written_pieces(catalogue: Catalogue, owner: Ownership, rank: int) -> dict[Granule, Box]:
-    """The pieces that ``rank`` writes where all pieces of one copy of each granule are written."""
+def written_pieces(catalogue: Catalogue, owner: Ownership, rank: int, *, dealt: bool = True) -> dict[Granule, Box]:
+    """The pieces that ``rank`` writes where all pieces of one copy of each granule are written.
+
+    Args:
+        catalogue: all tensors.
+        owner: who holds what.
+        rank: who writes.
+        dealt: replicas share the work; else the first copy of everything is written.
+    """
     held = _pieces(catalogue, owner, rank)
-    turns = writers(catalogue, owner)
+    turns = writers(catalogue, owner) if dealt else dict.fromkeys(held, 0)
     found = {}
     for granule, box in held.items():
         tensor = catalogue[granule[0]]

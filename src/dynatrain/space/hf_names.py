@@ -6,7 +6,7 @@ views by it, and copies boxes.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from dynatrain.space.blocks import COUNTERS
@@ -36,6 +36,8 @@ _FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _PREFIX = re.compile(r"(model|transformer)\.")
 _BUFFER = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
 """Tables that old versions wrote beside the parameters; they are computed."""
+_OF_FURTHER_LAYER = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
+"""What joins the token that is known to the state that predicts the next but one."""
 _NAMED_AT_MOST = 20
 
 
@@ -108,8 +110,9 @@ def located(shape: DecoderShape, found: Mapping[str, tuple[str, tuple[int, ...]]
     by_bare = {_PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name: name for name in wanted | optional}
     names: dict[str, str] = {}
     problems = []
+    further = _further_layer(shape, found)
     for name in found:
-        if _predicts_further(shape, name):
+        if further and name.removeprefix("model.").startswith(further):
             continue
         bare = _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name
         written = by_bare.get(bare)
@@ -130,10 +133,14 @@ def located(shape: DecoderShape, found: Mapping[str, tuple[str, tuple[int, ...]]
     return names
 
 
-def _predicts_further(shape: DecoderShape, name: str) -> bool:
-    """Whether a tensor is of the layer behind the last that DeepSeek's files have, which predicts one token more."""
-    further = rf"(model\.)?layers\.{shape.num_hidden_layers}\..*"
-    return shape.latent is not None and re.fullmatch(further, name) is not None
+def _further_layer(shape: DecoderShape, names: Collection[str]) -> str:
+    """What the names of the layer behind the last begin with that DeepSeek's files have, which predicts one token more.
+
+    Empty where there is none: a layer of that number is one only if it has what no layer of the model has.
+    """
+    further = f"layers.{shape.num_hidden_layers}."
+    own = {name.removeprefix("model.").removeprefix(further) for name in names}
+    return further if shape.latent is not None and own.issuperset(_OF_FURTHER_LAYER) else ""
 
 
 def _missing(name: str) -> str:

@@ -180,8 +180,10 @@ def _batch_problems(config: RunConfig) -> list[str]:
 
 def _schedule_problems(config: RunConfig) -> list[str]:
     problems = []
-    if _warmup(config) > config.steps:
-        limit = f"at most steps = {config.steps}"
+    decay = _decay(config)
+    if _warmup(config) > decay:
+        name = "steps" if config.optimizer.decay_steps is None else "optimizer.decay_steps"
+        limit = f"at most {name} = {decay}"
         problems.append(f"optimizer.warmup_steps = {_warmup(config)}: {limit}")
     before = 0
     for i, switch in enumerate(config.switch):
@@ -251,6 +253,11 @@ def _warmup(config: RunConfig) -> int:
     return min(_WARMUP_STEPS, config.steps // 10) if asked is None else asked
 
 
+def _decay(config: RunConfig) -> int:
+    asked = config.optimizer.decay_steps
+    return config.steps if asked is None else asked
+
+
 def _filled(config: RunConfig, shape: DecoderShape, layouts: list[Layout]) -> RunConfig:
     """The configuration with nothing left open, so that what is written down says all."""
     first, *later = map(print_layout, layouts)
@@ -261,7 +268,9 @@ def _filled(config: RunConfig, shape: DecoderShape, layouts: list[Layout]) -> Ru
             "model": config.model.model_copy(
                 update={"dropout": shape.dropout, "attention_dropout": shape.attention_dropout}
             ),
-            "optimizer": config.optimizer.model_copy(update={"warmup_steps": _warmup(config)}),
+            "optimizer": config.optimizer.model_copy(
+                update={"warmup_steps": _warmup(config), "decay_steps": _decay(config)}
+            ),
             "switch": tuple(
                 switch.model_copy(update={"layout": text}) for switch, text in zip(config.switch, later, strict=True)
             ),

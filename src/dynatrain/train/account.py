@@ -40,17 +40,15 @@ class Account:
     @classmethod
     def of(cls, party: Party, world: World, step: int) -> Self:
         """Copies of all of it."""
-        names = {id(entry.value): entry.names for entry in world.found.values()}
         groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            | {"params": [name for param in group["params"] for name in names[id(param)]]}
-            for group in world.optimizer.param_groups
+            {key: value for key, value in group.items() if key != "params"} | {"params": names}
+            for group, names in zip(world.optimizer.param_groups, group_names(world), strict=True)
         ]
         return cls(
             step=step,
             layout=print_layout(world.layout),
             common={label: _common(label, thing, world) for label, thing in world.objects.items()},
-            groups=groups,
+            groups=copy.deepcopy(groups),
             streams=Streams.read(party.device).state(),
         )
 
@@ -70,8 +68,7 @@ class Account:
 
     def to_text(self) -> str:
         """As text; :meth:`from_text` reads it."""
-        copied = copy.deepcopy(self.groups)
-        return base64.b64encode(_written([self.table(), copied, self.streams])).decode()
+        return base64.b64encode(_written([self.table(), self.groups, self.streams])).decode()
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -86,13 +83,20 @@ class Account:
         )
 
 
+def group_names(world: World) -> list[list[str]]:
+    """The names of this rank's parameters in each of the optimizer's groups."""
+    names = {id(entry.value): entry.names for entry in world.found.values()}
+    return [[name for p in group["params"] for name in names[id(p)]] for group in world.optimizer.param_groups]
+
+
 def take(world: World, objects: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Give a world whose tensors were filled in place what an account says of the rest.
 
     Args:
         world: its objects and optimizer groups are written.
         objects: common state by label.
-        groups: options; those of how to compute are the layout's own business, and stay.
+        groups: options of the groups here, in their order; those of how to compute are the layout's own business, and
+            stay.
     """
     held = world.object_leaves()
     for label, thing in world.objects.items():
@@ -102,14 +106,26 @@ def take(world: World, objects: Mapping[str, Any], groups: Sequence[Mapping[str,
         group |= {key: told[key] for key in group.keys() - set(MECHANICS) if key in told}
 
 
-def mismatches(world: World, objects: Mapping[str, Any], num_groups: int) -> tuple[str, ...]:
-    """Why an account is none of the job that ``world`` is; empty where it is."""
+def mismatches(world: World, objects: Mapping[str, Any]) -> tuple[str, ...]:
+    """Why registered objects are not those that ``world`` has; empty where they are."""
     told, here = objects.keys(), world.objects.keys()
     problems = [f"it has {label}, which is not registered here" for label in sorted(told - here)]
     problems += [f"it has no {label}, which is registered here" for label in sorted(here - told)]
-    if num_groups != len(world.optimizer.param_groups):
-        problems.append(f"it has {num_groups} parameter groups, the optimizer here {len(world.optimizer.param_groups)}")
     return tuple(problems)
+
+
+def displaced(world: World, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Why parameter groups that a rank of the same job tells are not those of ``world``, place by place."""
+    here = group_names(world)
+    if len(groups) != len(here):
+        return (f"it has {len(groups)} parameter groups, the optimizer here {len(here)}",)
+    place = {name: number for number, group in enumerate(groups) for name in group["params"]}
+    return tuple(
+        f"{name} is in its parameter group {place[name]} and here in group {number}"
+        for number, names in enumerate(here)
+        for name in names
+        if place.get(name, number) != number
+    )
 
 
 def _common(label: str, thing: Any, world: World) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from dynatrain.execute.rounds import Executor
 from dynatrain.plan.left import Left
 from dynatrain.plan.plan import Granule
 from dynatrain.space.box import Box
-from dynatrain.train.account import Account, mismatches, take
+from dynatrain.train.account import Account, displaced, mismatches, take
 from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError, objection_of
 from dynatrain.train.check import Check
 from dynatrain.train.compiled import compile_seconds
@@ -174,6 +174,7 @@ class Attempt(Preparation):
         assert self._executor is not None
         self.way.enter()
         if self.way.comes:
+            self.new.write_back(self._executor.new)
             self._take_account(self.new)
         elif not self.way.leaves:
             bind(self.party, self.old, self.new, self._executor.new)
@@ -199,7 +200,7 @@ class Attempt(Preparation):
 
     def _take_account(self, new: World) -> None:
         account = Account.from_text(self.party.board.peek(_ACCOUNT) or "")
-        if problems := mismatches(new, account.common, len(account.groups)):
+        if problems := (*mismatches(new, account.common), *displaced(new, account.groups)):
             raise SwitchAbortedError("a newcomer is built otherwise than the run: " + "; ".join(problems))
         take(new, account.common, account.groups)
         give_extra_states(new.owners, new.given)

@@ -37,7 +37,10 @@ from dynatrain.cluster.kernel import (
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.train.bench_rank import Bench, Case, Sample
 
-METHODS = ("dynatrain/keep", "dynatrain/tight", "dcp", "full_tensor", "redistribute", "reload")
+OURS = ("dynatrain/keep", "dynatrain/keep/gloo", "dynatrain/tight", "dynatrain/tight/gloo")
+"""Both modes, by the nearest transport and, with ``/gloo``, by the group's alone."""
+
+METHODS = (*OURS, "dcp", "full_tensor", "redistribute", "reload")
 """In the order of measuring. ``dcp``: save to tmpfs and load into given tensors. ``full_tensor``: every tensor whole on
 every rank, then a slice. ``redistribute``: of DTensor. ``reload``: save, build anew, load, in the same processes."""
 
@@ -57,6 +60,7 @@ class Row:
         case: ``FROM -> TO``.
         method: ``dynatrain``, or another of :data:`METHODS`.
         mode: ``keep`` or ``tight`` of ``dynatrain``; empty for the others.
+        transport: what carried the moves of ``dynatrain``, as certificates call it; empty for the others.
         seconds: in which the state moves; None where the method has no way.
         stall_seconds: in which nothing can be trained.
         lost_seconds: None: nothing is trained here.
@@ -76,6 +80,7 @@ class Row:
     case: str
     method: str
     mode: str
+    transport: str
     seconds: float | None
     stall_seconds: float | None
     lost_seconds: None
@@ -108,9 +113,7 @@ def run_bench(
     Raises:
         BenchError: a rank failed.
     """
-    schedule = [
-        (case, METHODS if number < slow_repeats else METHODS[:2]) for number in range(repeats) for case in cases
-    ]
+    schedule = [(case, METHODS if number < slow_repeats else OURS) for number in range(repeats) for case in cases]
     folder = Path(tempfile.mkdtemp(prefix=f"dynatrain-bench-{os.getpid()}-", dir=TMPFS))
     found: list[list[Sample]] = []
     try:
@@ -119,16 +122,16 @@ def run_bench(
             tell(_line(together))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    by_row: defaultdict[tuple[Case, str, str], list[list[Sample]]] = defaultdict(list)
+    by_row: defaultdict[tuple[Case, str, str, str], list[list[Sample]]] = defaultdict(list)
     for together in found:
         first = together[0]
-        by_row[first.case, first.method, first.mode].append(together)
+        by_row[first.case, first.method, first.mode, first.transport].append(together)
     return tuple(_row(runs) for runs in by_row.values())
 
 
 def _line(together: Sequence[Sample]) -> str:
     first = together[0]
-    name = f"{first.case[0]} -> {first.case[1]}  {first.method} {first.mode}".rstrip()
+    name = f"{first.case[0]} -> {first.case[1]}  {first.method} {first.mode} {first.transport}".rstrip()
     if (seconds := _slowest(sample.seconds for sample in together)) is None:
         return f"{name}: not possible: {first.problem}"
     return f"{name}: {seconds:.3f} s, floor {first.floor_seconds:.3f} s"
@@ -149,6 +152,7 @@ def _row(runs: Sequence[Sequence[Sample]]) -> Row:
         case=f"{first.case[0]} -> {first.case[1]}",
         method=first.method,
         mode=first.mode,
+        transport=first.transport,
         seconds=middle,
         stall_seconds=statistics.median(stalls) if stalls else None,
         lost_seconds=None,

@@ -20,6 +20,7 @@ from dynatrain.cluster.board import Board
 from dynatrain.execute.census import compare, digest_vector
 from dynatrain.execute.pages import mapped_apart
 from dynatrain.execute.pieces import Piece, Pieces
+from dynatrain.execute.transport import GroupTransport
 from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import parse_layout
 from dynatrain.models.decoder import canonical_name
@@ -63,6 +64,7 @@ class Sample:
         case: from where to where.
         method: see :data:`dynatrain.train.bench.METHODS`.
         mode: of ``dynatrain``; empty for the others.
+        transport: of ``dynatrain``: what carried the moves; empty for the others.
         seconds: of the move of the state alone; None where there is none.
         stall_seconds: in which nothing could have been trained.
         bytes: that must change ranks in this case, whatever the method; rank 0 alone knows.
@@ -77,6 +79,7 @@ class Sample:
     case: Case
     method: str
     mode: str = ""
+    transport: str = ""
     seconds: float | None = None
     stall_seconds: float | None = None
     bytes: int = 0
@@ -166,7 +169,7 @@ class Bench:
         for method in methods:
             rates = probe(self._probes, self._device, nbytes=PROBE_BYTES, repeats=2)
             if method.startswith("dynatrain"):
-                sample = self._dynatrain(case, method.partition("/")[2])
+                sample = self._dynatrain(case, *method.split("/")[1:])
                 self._switch(old, "keep")
             else:
                 sample = self._other(case, method)
@@ -189,12 +192,15 @@ class Bench:
 
     # By dynatrain.
 
-    def _dynatrain(self, case: Case, mode: str) -> Sample:
+    def _dynatrain(self, case: Case, mode: str, backend: str = "") -> Sample:
         memory = self._party.memory
         memory.peak = memory.held
         without_state = self._without_state()
         before = self._switcher.world
+        nearest = self._party.transport
+        self._party.transport = GroupTransport if backend else nearest
         attempt = self._switch(case[1], mode)
+        self._party.transport = nearest
         peak = _resident("VmHWM") - without_state
         assert attempt.blueprint is not None
         if attempt.blueprint.summary is not None:
@@ -203,6 +209,7 @@ class Bench:
             case=case,
             method="dynatrain",
             mode=mode,
+            transport=attempt.carried_by,
             seconds=attempt.seconds["move"],
             stall_seconds=attempt.seconds["stall"],
             peak_bytes=peak,

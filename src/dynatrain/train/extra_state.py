@@ -123,30 +123,43 @@ def hear(told: Sequence[list[Any]], old: Sequence[Owner], new: Sequence[Owner], 
     Raises:
         SwitchAbortedError: values differ, or a module is lost or new in the next layout, by name; on every rank alike.
     """
-    holders: dict[str, dict[int, str]] = {}
-    for rank, (hashes, _, _) in enumerate(told):
-        for name, one in hashes.items():
-            holders.setdefault(name, {})[rank] = one
+    holders = {name for hashes, _, _ in told for name in hashes}
     values = {name: value for *_, of_rank in told for name, value in of_rank.items()}
     taken = {name for _, names, _ in told for name in names}
-    problems = [f"no module {name} is there for its extra state" for name in sorted(holders.keys() - taken)]
+    problems = [f"no module {name} is there for its extra state" for name in sorted(holders - taken)]
     problems += [
         f"there is no extra state for {name} of rank {rank}"
         for rank, (hashes, names, _) in enumerate(told)
         for name in names
         if name not in hashes and name not in values
     ]
-    for name, by_rank in sorted(holders.items()):
-        first, *_ = by_rank
-        if others := [rank for rank, one in by_rank.items() if one != by_rank[first]]:
-            said = f"the extra state of {name} is not equal on all ranks"
-            problems.append(f"{said}: ranks {others} differ from rank {first}")
+    problems += unlike([hashes for hashes, _, _ in told])
     if problems:
         raise SwitchAbortedError("; ".join(problems))
     mine = extra_states(old)
     return {
         name: mine[name] if name in mine else _decoded(values[name], device) for name in {owner.name for owner in new}
     }
+
+
+def hashes_of(found: Sequence[Owner]) -> dict[str, str]:
+    """A hash of the extra state of each name."""
+    return {name: hash_of(state) for name, state in extra_states(found).items()}
+
+
+def unlike(told: Sequence[Mapping[str, str]]) -> list[str]:
+    """Whose extra state is not one value on all ranks that have the module, by their :func:`hashes_of`."""
+    holders: dict[str, dict[int, str]] = {}
+    for rank, hashes in enumerate(told):
+        for name, one in hashes.items():
+            holders.setdefault(name, {})[rank] = one
+    problems = []
+    for name, by_rank in sorted(holders.items()):
+        first, *_ = by_rank
+        if others := [rank for rank, one in by_rank.items() if one != by_rank[first]]:
+            said = f"the extra state of {name} is not equal on all ranks"
+            problems.append(f"{said}: ranks {others} differ from rank {first}")
+    return problems
 
 
 def give_extra_states(found: Sequence[Owner], states: Mapping[str, Any]) -> None:

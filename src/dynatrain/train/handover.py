@@ -87,11 +87,11 @@ def carry_back(
         return
     # Ranks come here far apart: one may have waited, twice the deadline, for a thread of digests to end.
     agreed = max(ask("back", executor.journal.agreed, None, 4 * party.deadline))
-    objection = None
+    objection, joined = None, None
     schedule = backward(executor.journal.schedule, agreed)
     votes = RoundVotes(ask, "back", agreed)
-    joined = transport()
     try:
+        joined = transport()
         for granule, tensor in written.items():
             executor.new[granule].tensor.copy_(tensor)
         way = executor.way_back(
@@ -103,7 +103,8 @@ def carry_back(
             raise SwitchAbortedError(f"rank {party.rank} has other bits than before", proven=True)
     except Exception as problem:  # noqa: BLE001 - told to all ranks
         objection = objection_of(problem)
-        joined.close()
+        if joined is not None:
+            joined.close()
         votes.excuse(problem, objection)
     ask("returned", None, objection)
 

@@ -33,6 +33,7 @@ from dynatrain.train.live import (
     reshard,
 )
 from dynatrain.train.optimizers.several import Several
+from dynatrain.train.optimizers.state import scalar_device
 from dynatrain.train.party import Party
 from dynatrain.train.registered import check_holders, common, snapshot
 from dynatrain.train.retire import retire
@@ -279,22 +280,24 @@ def _bind_optimizer(old: World, new: World, by_name: Mapping[str, Mapping[str, t
         for tensor in new.catalogue
         if tensor.name in new.where
     }
-    for name, entry in new.found.items():
-        state = {one.name: _bound(entry.value, one, by_name[name][one.name]) for one in kept[name]}
-        if state:
-            new.optimizer.state[entry.value] = state
     names = [{id(entry.value): name for name, entry in world.found.items()} for world in (old, new)]
     carry_groups(old.optimizer, new.optimizer, *names)
+    group_of = {id(param): group for group in new.optimizer.param_groups for param in group["params"]}
+    for name, entry in new.found.items():
+        group = group_of.get(id(entry.value), {})
+        state = {one.name: _bound(entry.value, one, by_name[name][one.name], group) for one in kept[name]}
+        if state:
+            new.optimizer.state[entry.value] = state
 
 
-def _bound(param: torch.Tensor, state: State, value: torch.Tensor) -> torch.Tensor:
+def _bound(param: torch.Tensor, state: State, value: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
     """An arrived piece as the optimizer holds it: see :func:`dynatrain.train.optimizers.state.blank`.
 
     A tensor object of its own: when the state is retired, the piece must stay usable, whose memory is given back later.
     """
     if state.like_tensor:
         return shard_like(param, value.flatten())
-    return value.cpu().detach() if state.scalar else value.detach()
+    return value.to(scalar_device(group, param)).detach() if state.scalar else value.detach()
 
 
 def _bind_objects(party: Party, old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> None:

@@ -16,6 +16,9 @@ Place = tuple[str | int, ...]
 STATE: Place = ("dynatrain",)
 """Where our own account stands: step, layout, what registered objects hold in common."""
 
+GROUPS = "optim.param_groups."
+"""What the keys of :func:`group_paths` begin with."""
+
 
 def flat(path: Place) -> str:
     """The key that DCP makes of a path."""

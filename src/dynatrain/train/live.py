@@ -196,7 +196,8 @@ def merge(reports: Sequence[Sequence[Described]], layout: Layout) -> tuple[Catal
         layout: that they were read under.
 
     Raises:
-        UnplacedTensorError: ranks that disagree on a tensor's shape, dtypes, states or cuts.
+        UnplacedTensorError: ranks that disagree on a tensor's shape, dtypes, states or cuts; tensors that only some
+            ranks of a stage have.
     """
     first: dict[str, tuple[int, Described]] = {}
     stages: dict[str, set[int]] = {}
@@ -208,6 +209,7 @@ def merge(reports: Sequence[Sequence[Described]], layout: Layout) -> tuple[Catal
             seen_on, seen = first.setdefault(item.name, (rank, item))
             if replace(seen, stage=item.stage) != item:
                 problems.append(f"{item.name}: rank {seen_on} has {_brief(seen)}, rank {rank} has {_brief(item)}")
+    problems += _held_in_part(reports, layout)
     if problems:
         raise UnplacedTensorError("; ".join(problems))
     catalogue = tuple(
@@ -221,6 +223,21 @@ def merge(reports: Sequence[Sequence[Described]], layout: Layout) -> tuple[Catal
     return catalogue, Ownership(layout, placements)
 
 
+def _held_in_part(reports: Sequence[Sequence[Described]], layout: Layout) -> list[str]:
+    """The tensors that some ranks of a stage hold and others of it do not: no box says that."""
+    stages: dict[int, list[int]] = {}
+    for rank in range(len(reports)):
+        stages.setdefault(layout.coordinates(rank).pp, []).append(rank)
+    names = [dict.fromkeys(item.name for item in report) for report in reports]
+    return [
+        f"{name}: of one stage ranks {[rank for rank in ranks if name in names[rank]]} hold it and ranks {without} do "
+        "not; have all of them build it, cut or copied (experts: one stack, cut by ep)"
+        for ranks in stages.values()
+        for name in dict.fromkeys(name for rank in ranks for name in names[rank])
+        if (without := [rank for rank in ranks if name not in names[rank]])
+    ]
+
+
 def _brief(item: Described) -> str:
     return f"{item.shape} cut {item.cuts} with {[(state.name, state.dtype) for state in item.states]}"
 
@@ -232,6 +249,29 @@ def unit_of(name: str) -> str:
         if element.isdigit():
             return ".".join(elements[: place + 1])
     return elements[0]
+
+
+def renew_buffers(parts: Sequence[nn.Module], found: Mapping[str, Entry]) -> None:
+    """Look up the buffers anew that a forward has put in the place of others (``self.n = self.n + 1``).
+
+    What is no longer of the shape, dtype, device and cut that it was built with stays as it was found: see
+    :func:`dynatrain.train.install.check_tensors`, which refuses it.
+    """
+    for entry in found.values():
+        if entry.kind == "buffer":
+            now = {id(value): value for value in (_at(parts[part], path) for part, path in entry.paths)}
+            value = next(iter(now.values()))
+            if len(now) == 1 and isinstance(value, torch.Tensor) and _kind_of(value) == _kind_of(entry.value):
+                entry.value = value
+
+
+def _at(part: nn.Module, path: str) -> object:
+    owner, _, name = path.rpartition(".")
+    return getattr(part.get_submodule(owner), name, None)
+
+
+def _kind_of(value: torch.Tensor) -> tuple[object, ...]:
+    return tuple(value.shape), value.dtype, value.device, cuts_of(value), tuple(local_tensor(value).shape)
 
 
 def reshard(part: nn.Module) -> None:

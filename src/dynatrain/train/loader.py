@@ -6,8 +6,9 @@
         loss = train_step(sw.model, sw.optimizer, data.next(sw))
 
 Item ``i`` of a global batch goes to data rank ``i mod n``, where ``n = sw.layout.data_ranks``; ranks of one data rank
-(its tp and pp ranks) get equal batches. The cursor is the number of global batches taken. It knows no ranks and no
-layout, so a saved cursor goes on in any world. It moves with ``sw.step``, not with calls: a step that comes again after
+(its tp and pp ranks) get equal batches. The cursor is the number of items taken. It knows no ranks, no layout and no
+size of batches, so a saved cursor goes on in any world, with any global batch; where it counts in another order (other
+seed, other number of samples) it is refused. It moves with ``sw.step``, not with calls: a step that comes again after
 an aborted switch, and a second call within a step, get the same global batch.
 """
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from dynatrain.data.order import batch_ids
+from dynatrain.data.order import ids_from
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.nearest import ranked
@@ -37,7 +38,7 @@ class LoaderError(ValueError):
 
 
 class _Cursor:
-    """How many global batches were taken, and at which step the last one.
+    """How many items were taken, and at which step the last ones.
 
     Args:
         global_batch: items of one step, over all data ranks.
@@ -65,12 +66,12 @@ class _Cursor:
                 tuple(map(print_layout, islice(near, 3))),
             )
 
-    def _number(self, step: int) -> int:
-        """The global batch of ``step``: the last one where the step is the same, else the next."""
+    def _first(self, step: int) -> int:
+        """How many items come before those of ``step``: the last ones where the step is the same, else the next."""
         if self._step != step:
             self._step = step
-            self._taken += 1
-        return self._taken - 1
+            self._taken += self.global_batch
+        return self._taken - self.global_batch
 
     def _share(self, layout: Layout) -> Share:
         self.check_layout(layout)
@@ -79,16 +80,25 @@ class _Cursor:
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor; equal on all ranks. The step is told with it: a switch may come inside one."""
-        return {"batches": self._taken, "step": self._step}
+        return {"items": self._taken, "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind the batches that ``state`` has taken, whatever step comes next."""
+        """Go on behind the items that ``state`` has taken, whatever step comes next and however many it takes.
+
+        Raises:
+            LoaderError: it does not say how many.
+        """
+        if "items" not in state:
+            raise LoaderError(
+                f"the loader's state has {', '.join(state) or 'nothing'}, and not the number of items that were taken. "
+                "An older dynatrain wrote batches: give items = batches x global batch, and what else state_dict() has"
+            )
         if not self._is_here(state):
-            self._taken, self._step = state["batches"], None
+            self._taken, self._step = state["items"], None
 
     def _is_here(self, state: dict[str, Any]) -> bool:
         """Whether ``state`` is where this cursor stands in a step: a switch inside one gives back what it took."""
-        return self._step is not None and (state["batches"], state.get("step")) == (self._taken, self._step)
+        return self._step is not None and (state["items"], state.get("step")) == (self._taken, self._step)
 
 
 class _Shares:
@@ -101,9 +111,9 @@ class _Shares:
         self.first, self.share = 0, (0, 1)
 
     def __iter__(self) -> Iterator[list[int]]:
-        (rank, ways), first = self.share, self.first
-        for number in count(first):
-            yield batch_ids(self._seed, number, self._global_batch, self._num_samples)[rank::ways].tolist()
+        rank, ways = self.share
+        for first in count(self.first, self._global_batch):
+            yield ids_from(self._seed, first, self._global_batch, self._num_samples)[rank::ways].tolist()
 
 
 class DatasetLoader(_Cursor):
@@ -137,6 +147,7 @@ class DatasetLoader(_Cursor):
             problems.append("the dataset is empty")
         if problems:
             raise LoaderError("; ".join(problems))
+        self._order = {"seed": seed, "samples": len(dataset)}
         self._ids = _Shares(seed, global_batch, len(dataset))
         self._loader = DataLoader(
             dataset,
@@ -150,12 +161,31 @@ class DatasetLoader(_Cursor):
 
     def next(self, switcher: Switcher) -> Any:
         """This rank's share of the global batch of ``switcher.step``, collated. All ranks call it, once a step."""
-        number, share = self._number(switcher.step), self._share(switcher.layout)
-        if self._next != (number, share):
-            self._ids.first, self._ids.share = number, share
+        first, share = self._first(switcher.step), self._share(switcher.layout)
+        if self._next != (first, share):
+            self._ids.first, self._ids.share = first, share
             self._batches = iter(self._loader)
-        self._next = number + 1, share
+        self._next = first + self.global_batch, share
         return next(self._batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor, with what else the order is a function of."""
+        return {**super().state_dict(), **self._order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on behind the items that ``state`` has taken; the global batch may be another.
+
+        Raises:
+            LoaderError: it counts in another order: of another seed, or of another number of samples.
+        """
+        if problems := [
+            f"{k} was {state.get(k)} and is {here}" for k, here in self._order.items() if state.get(k) != here
+        ]:
+            raise LoaderError(
+                f"the loader's state is of another order of samples: {'; '.join(problems)}. Items would come twice or "
+                "never; keep what it was, or begin anew without this state"
+            )
+        super().load_state_dict(state)
 
 
 class Source(Protocol):
@@ -212,9 +242,9 @@ class StreamLoader(_Cursor):
         Raises:
             LoaderError: the source has no items.
         """
-        number, (rank, ways) = self._number(switcher.step), self._share(switcher.layout)
-        if self._held[0] != number:
-            self._held = number, self._take()
+        first, (rank, ways) = self._first(switcher.step), self._share(switcher.layout)
+        if self._held[0] != first:
+            self._held = first, self._take()
         return self._collate(self._held[1][rank::ways])
 
     def state_dict(self) -> dict[str, Any]:

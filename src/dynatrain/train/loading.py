@@ -13,13 +13,15 @@ from dynatrain.observe.checkpoints import MANIFEST, CheckpointError, Manifest, d
 from dynatrain.plan.shelves import reads
 from dynatrain.space.box import volume, whole
 from dynatrain.space.tensor import Catalogue, values_of
-from dynatrain.train.account import mismatches, take
+from dynatrain.train.account import group_names, mismatches, take
 from dynatrain.train.agreement import SwitchAbortedError, exchange, objection_of
 from dynatrain.train.extra_state import give_extra_states
-from dynatrain.train.keys import STATE, extra_path, flat, granule_path, streams_path
+from dynatrain.train.keys import GROUPS, STATE, extra_path, flat, granule_path, streams_path
+from dynatrain.train.live import renew_buffers, reshard
+from dynatrain.train.param_groups import ParamGroupError, match, merged
 from dynatrain.train.party import Party
 from dynatrain.train.streams import Streams
-from dynatrain.train.world import MECHANICS, World
+from dynatrain.train.world import World
 
 LOAD_SECONDS = 600.0
 """How far apart ranks may be: a cold disk gives one of them its files later than the others."""
@@ -47,16 +49,21 @@ def load(party: Party, world: World, path: Path, topic: str, rename: Rename | No
     Raises:
         SwitchAbortedError: it cannot be loaded: what is missing, what is left over, what is damaged; on all ranks.
     """
-    objection, found, here = None, None, sorted({owner.name for owner in world.owners})
+    objection, found = None, None
+    here = [sorted({owner.name for owner in world.owners}), group_names(world)]
     try:
         found = _Found(party, world, path, rename)
     except Exception as problem:  # noqa: BLE001 - told to all ranks
         objection = objection_of(problem)
     told = exchange(party.board, topic, party.rank, payload=here, objection=objection, timeout=LOAD_SECONDS)
     assert found is not None
-    found.match_extra({name for names in told.payloads.values() for name in names})
-    found.fill()
-    exchange(party.board, f"{topic}/filled", party.rank, payload=None, timeout=LOAD_SECONDS)
+    found.match(told.in_order())
+    objection = None
+    try:
+        found.fill()
+    except Exception as problem:  # noqa: BLE001 - told to all ranks
+        objection = objection_of(problem)
+    exchange(party.board, f"{topic}/filled", party.rank, payload=None, objection=objection, timeout=LOAD_SECONDS)
     return found.step
 
 
@@ -66,6 +73,9 @@ class _Found:
     def __init__(self, party: Party, world: World, path: Path, rename: Rename | None) -> None:
         self._party = party
         self._world = world
+        for part in world.parts:
+            reshard(part)  # what a forward has gathered would hide what is loaded from the next one
+        renew_buffers(world.parts, world.found)
         self._folder = DcpFolder(path)
         self._manifest = Manifest.read(path) if (path / MANIFEST).exists() else None
         if self._manifest is not None:
@@ -77,7 +87,9 @@ class _Found:
         weights = self._manifest is not None and self._manifest.weights_only and self._account is None
         catalogue = values_of(world.catalogue) if weights else world.catalogue
         self._shelf = shelf_of(catalogue, world.forms, self._folder, rename or (lambda key: key))
-        self._match_objects()
+        self._options: list[dict[str, Any]] = []
+        if self._account is not None and (wrong := mismatches(world, self._account["objects"])):
+            raise FolderError(f"{path} cannot be loaded", wrong)
         assert world.ownership is not None
         boxes = boxes_of(self._shelf, catalogue)
         self._fetches = reads(catalogue, boxes, world.ownership, party.rank)
@@ -92,64 +104,79 @@ class _Found:
         """The step that comes next."""
         return int(self._account["step"]) if self._account else 0
 
-    def match_extra(self, here: set[str]) -> None:
-        """Hold the extra state that it has against the modules ``here``, on any rank.
+    def match(self, told: list[list[Any]]) -> None:
+        """Hold its extra state and its parameter groups against those here.
+
+        Args:
+            told: by rank, whose extra state it has, and the names in its parameter groups.
 
         Raises:
             SwitchAbortedError: by name; on every rank alike.
         """
         if self._account is None:
             return
-        prefix = flat(extra_path(""))
-        saved = {key.removeprefix(prefix) for key in self._folder.objects if key.startswith(prefix)}
-        problems = [f"it has extra state of {name}, which no module here has" for name in sorted(saved - here)]
-        problems += [f"it has no extra state of {name}" for name in sorted(here - saved)]
+        problems = self._unlike_extra({name for names, _ in told for name in names})
+        try:
+            saved = _param_groups(self._folder)
+            names = {number: group.get("params", ()) for number, group in saved.items()}
+            self._options = [saved[number] for number in match(names, merged([groups for _, groups in told]))]
+        except ParamGroupError as problem:
+            problems.append(str(problem))
         if problems:
             raise SwitchAbortedError(f"{self._folder.path} cannot be loaded: {'; '.join(problems)}")
 
-    def fill(self) -> None:
-        """Overwrite everything."""
-        party, world = self._party, self._world
-        read_into(world.pieces(party.rank, party.device), self._shelf, world.catalogue, self._fetches)
-        if self._account is None:
-            return
-        take_rest(self._folder, self._account, world, party.rank, party.device)
+    def _unlike_extra(self, here: set[str]) -> list[str]:
+        prefix = flat(extra_path(""))
+        saved = {key.removeprefix(prefix) for key in self._folder.objects if key.startswith(prefix)}
+        problems = [f"it has extra state of {name}, which no module here has" for name in sorted(saved - here)]
+        return problems + [f"it has no extra state of {name}" for name in sorted(here - saved)]
 
-    def _match_objects(self) -> None:
-        if self._account is None:
-            return
-        num_groups = len({key.split(".")[2] for key in self._folder.objects if key.startswith("optim.param_groups.")})
-        if problems := mismatches(self._world, self._account["objects"], num_groups):
-            raise FolderError(f"{self._folder.path} cannot be loaded", problems)
+    def fill(self) -> None:
+        """Overwrite everything. What may refuse its state, a registered object or a module, is asked first."""
+        party, world = self._party, self._world
+        if self._account is not None:
+            take(world, self._account["objects"], self._options)
+            names = {owner.name for owner in world.owners}
+            give_extra_states(world.owners, {name: self._folder.read(flat(extra_path(name))) for name in names})
+        pieces = world.pieces(party.rank, party.device)
+        read_into(pieces, self._shelf, world.catalogue, self._fetches)
+        world.write_back(pieces)
+        if self._account is not None:
+            _restore_streams(self._folder, party.rank, self.step, party.device)
 
 
 def take_rest(folder: DcpFolder, account: Mapping[str, Any], world: World, rank: int, device: torch.device) -> None:
-    """Give a world what a checkpoint of ours says of all that is no tensor, this rank's random streams among it.
+    """Give a world of the run that has written a checkpoint what that says of all that is no tensor.
 
     Args:
         folder: the checkpoint.
         account: its own.
         world: bound; its objects, its optimizer's groups and its modules' extra state are written.
-        rank: in that world.
+        rank: in that world, whose random streams are restored, too.
         device: of the streams.
     """
-    take(world, account["objects"], _groups(folder, world))
+    take(world, account["objects"], list(_param_groups(folder).values()))
     names = {owner.name for owner in world.owners}
     give_extra_states(world.owners, {name: folder.read(flat(extra_path(name))) for name in names})
+    _restore_streams(folder, rank, int(account["step"]), device)
+
+
+def _restore_streams(folder: DcpFolder, rank: int, step: int, device: torch.device) -> None:
     mine, first = (flat(streams_path(number)) for number in (rank, 0))
     if mine in folder.objects:
         Streams.of(folder.read(mine)).restore(device)
     elif first in folder.objects:
-        Streams.of(folder.read(first)).of_new_rank(rank, int(account["step"])).restore(device)
+        Streams.of(folder.read(first)).of_new_rank(rank, step).restore(device)
 
 
-def _groups(folder: DcpFolder, world: World) -> list[dict[str, Any]]:
-    """The options of all parameter groups."""
-    found = []
-    for number, group in enumerate(world.optimizer.param_groups):
-        keys = {key: flat(("optim", "param_groups", number, key)) for key in group.keys() - set(MECHANICS)}
-        found.append({key: folder.read(at) for key, at in keys.items() if at in folder.objects})
-    return found
+def _param_groups(folder: DcpFolder) -> dict[int, dict[str, Any]]:
+    """The parameter groups of a checkpoint, by number; ``params`` are names."""
+    found: dict[int, dict[str, Any]] = {}
+    for key in folder.objects:
+        if key.startswith(GROUPS):
+            number, option = key.removeprefix(GROUPS).split(".", 1)
+            found.setdefault(int(number), {})[option] = folder.read(key)
+    return dict(sorted(found.items()))
 
 
 def shelf_of(catalogue: Catalogue, forms: Mapping[str, Any], folder: DcpFolder, rename: Rename) -> Shelf:
@@ -169,8 +196,11 @@ def shelf_of(catalogue: Catalogue, forms: Mapping[str, Any], folder: DcpFolder, 
                     problems.append(f"it has no {rename(ours)}")
             elif folder.shapes[key] != shape:
                 problems.append(f"{key} has shape {folder.shapes[key]}, here it is {shape}")
-            elif folder.dtypes[key].is_floating_point != getattr(torch, state.dtype).is_floating_point:
-                problems.append(f"{key} is {folder.dtypes[key]}, here it is {state.dtype}")
+            elif not holds(getattr(torch, state.dtype), folder.dtypes[key]):
+                there = str(folder.dtypes[key]).removeprefix("torch.")
+                problems.append(
+                    f"{key} is {there}, and here it is {state.dtype}, which cannot hold every value of that"
+                )
             else:
                 used.add(key)
                 found[tensor.name, state.name] = folder.stored(key)
@@ -178,6 +208,18 @@ def shelf_of(catalogue: Catalogue, forms: Mapping[str, Any], folder: DcpFolder, 
     if problems:
         raise FolderError(f"{folder.path} cannot be loaded", tuple(problems))
     return found
+
+
+def holds(here: torch.dtype, there: torch.dtype) -> bool:
+    """Whether every value of the element type ``there`` is one of ``here``; fractions do not take whole numbers."""
+    if here == there or (there == torch.bool and not (here.is_floating_point or here.is_complex)):
+        return True
+    if here == torch.bool or here.is_complex != there.is_complex or here.is_floating_point != there.is_floating_point:
+        return False
+    if here.is_floating_point or here.is_complex:
+        ours, its = torch.finfo(here), torch.finfo(there)
+        return ours.eps <= its.eps and ours.max >= its.max and ours.tiny <= its.tiny
+    return torch.iinfo(here).min <= torch.iinfo(there).min and torch.iinfo(here).max >= torch.iinfo(there).max
 
 
 def _spellings(key: str) -> tuple[str, ...]:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from dynatrain.cluster.board import Board
 from dynatrain.cluster.worlds import Worlds
+from dynatrain.execute.memory import nearest
 from dynatrain.execute.pieces import Pool
-from dynatrain.execute.transport import GroupTransport, Transport
+from dynatrain.execute.transport import Transport
 from dynatrain.models.names import NameRule
 from dynatrain.plan.schedule import ROUND_BYTES
 from dynatrain.train.groups import GroupPool
@@ -85,7 +86,7 @@ class Party:
     round_bytes: int = ROUND_BYTES
     unequal_copies: Literal["refuse", "owner"] = "refuse"
     ranks_per_node: int | None = None
-    transport: Callable[[dist.ProcessGroup, range], Transport] = GroupTransport
+    transport: Callable[[dist.ProcessGroup, range], Transport] = nearest
     hook: Hook = field(default=_quiet)
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 

@@ -250,6 +250,11 @@ class Preparation:
         return self._channel.seconds
 
     @property
+    def carried_by(self) -> str:
+        """What carries the moves, or would have."""
+        return self._moves.transport.name if self._moves else self.party.groups.backend
+
+    @property
     def _proved(self) -> Proof:
         assert self._proof is not None
         return self._proof

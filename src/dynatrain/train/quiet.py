@@ -9,6 +9,7 @@ from dynatrain.train.equal import require_equal
 from dynatrain.train.extra_state import check_extra_states, hear, tell
 from dynatrain.train.gradients import agree_untouched, take
 from dynatrain.train.install import check_carried, check_tensors, other_states, quiesce, refuse_pinned
+from dynatrain.train.live import renew_buffers
 from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
 from dynatrain.train.registered import common
@@ -60,6 +61,7 @@ def stand_still(party: Party, world: World, target: Layout, *, inside: bool, giv
     if inside:
         take(party, world)
     quiesce(world)
+    renew_buffers(world.parts, world.found)
     check_tensors(party, world)
     if changed := other_states(world, world.catalogue):
         raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")

@@ -50,11 +50,14 @@ def main(context: RankContext) -> None:
     # DTensor and FSDP2 warn at every new module of what they do on purpose here; said once in the docs, not per step.
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     with take_seat(context) as seat:
+        context = seat.context
         checked = check_run(load_own(context.folder.path).config)
         device = torch.device(context.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        elif context.store_host == "127.0.0.1":
+        if context.interface:
+            os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), context.interface)
+        elif context.store_host == "127.0.0.1" and device.type != "cuda":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if not context.joins:  # a newcomer's is that of the world to come, which the Switcher makes
             dist.init_process_group(
@@ -234,7 +237,7 @@ def job_of(checked: CheckedRun) -> Job:
             bf16_newton_schulz=config.optimizer.bf16_newton_schulz,
             weight_decay=config.optimizer.weight_decay,
             warmup_steps=config.optimizer.warmup_steps,
-            total_steps=config.steps,
+            total_steps=config.optimizer.decay_steps,
             min_lr_ratio=config.optimizer.min_lr_ratio,
             clip_norm=config.optimizer.clip_norm,
             exact_norm=config.optimizer.exact_norm,

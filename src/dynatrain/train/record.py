@@ -247,7 +247,7 @@ class Recorder:
             seconds=Seconds(**seconds),
             floor_seconds=_floor(summary, self._rates),
             peak_bytes=PeakBytes(device=peaks if on_device else {}, host={} if on_device else peaks),
-            transport=attempt.party.groups.backend,
+            transport=attempt.carried_by,
             versions={
                 "dynatrain": dynatrain.__version__,
                 "python": platform.python_version(),

@@ -87,12 +87,27 @@ def check_holders(world: World) -> None:
 
 def common(world: World) -> dict[str, str]:
     """A hash of each thing that must be equal on all ranks: objects' common state, optimizer options."""
-    facts = {}
+    hashes = {}
     for label, thing in world.objects.items():
         state = thing.state_dict()
         held = () if is_scheduler(thing) else leaves(label, state, world.found)
-        facts[f"the common state of {label}"] = hash_of(state, {id(leaf.value) for leaf in held})
-    for number, group in enumerate(world.optimizer.param_groups):
+        hashes[label] = hash_of(state, {id(leaf.value) for leaf in held})
+    return _facts(hashes, world.optimizer.param_groups)
+
+
+def common_of(states: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """As :func:`common`, of copies.
+
+    Args:
+        states: what each object holds in common, by label.
+        groups: the optimizer's.
+    """
+    return _facts({label: hash_of(state) for label, state in states.items()}, groups)
+
+
+def _facts(hashes: Mapping[str, str], groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    facts = {f"the common state of {label}": hashed for label, hashed in hashes.items()}
+    for number, group in enumerate(groups):
         options = {key: value for key, value in group.items() if key not in MECHANICS}
         facts[f"the options of parameter group {number}"] = hash_of(options)
     return facts

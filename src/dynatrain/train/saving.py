@@ -4,7 +4,7 @@ Nothing here stops training: whatever goes wrong ends the save alone, on all ran
 over the board, never by a collective.
 """
 
-import copy
+import logging
 import shutil
 import threading
 from collections.abc import Mapping
@@ -17,19 +17,19 @@ import torch
 import dynatrain
 from dynatrain.cluster.kernel import step_aside
 from dynatrain.execute.dcp_folder import METADATA, DcpFolder, FolderError
-from dynatrain.execute.dcp_save import Chunk, write_chunks, write_metadata
+from dynatrain.execute.dcp_save import write_chunks, write_metadata
 from dynatrain.judge.shelves import judge_shelf
 from dynatrain.observe.checkpoints import SCHEMA, File, Manifest, complete, partial_folder, prune, usable
 from dynatrain.plan.plan import Granule
-from dynatrain.plan.shelves import written_pieces
+from dynatrain.plan.replicas import named, unlike
 from dynatrain.space.tensor import Catalogue
-from dynatrain.train.account import Account
 from dynatrain.train.agreement import Objection, SwitchAbortedError, exchange, objection_of
-from dynatrain.train.extra_state import extra_states, speaks, unreadable
-from dynatrain.train.keys import STATE, Place, extra_path, flat, granule_paths, group_paths, streams_path
+from dynatrain.train.keys import STATE, extra_path, flat, group_paths, streams_path
 from dynatrain.train.party import Party
-from dynatrain.train.snapshot import Snapshot
+from dynatrain.train.taken import Taken, agreed
 from dynatrain.train.world import World
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +76,12 @@ class Saving:
         self._folder = folder
         self._topic = f"c{number}"
         self._rank = party.rank
-        self._account = Account.of(party, world, step)
-        self._extra = copy.deepcopy(extra_states(world.owners)) if speaks(world.layout, party.rank) else {}
-        self._places: dict[str, Place] = {flat(place): place for _, place in granule_paths(world)}
-        self._states = tuple(dict.fromkeys(state.name for tensor in world.catalogue for state in tensor.states))
-        self._snapshot, self._chunks = _chunks(party, saves, world)
-        self._catalogue = world.catalogue
-        self._keys = {granule: flat(place) for granule, place in granule_paths(world)}
+        self._taken: Taken | None = None
+        self._objection: Objection | None = None
+        try:
+            self._taken = Taken.of(party, world, step, saves.budget)
+        except Exception as problem:  # noqa: BLE001 - told to all ranks; a save never ends a run
+            self._objection = objection_of(problem)
         self._thread = threading.Thread(target=self._run, name=f"save-{number}", daemon=True)
         self.step = step
         self.problem = ""
@@ -90,7 +89,8 @@ class Saving:
 
     def start(self) -> None:
         """Begin."""
-        self._snapshot.start()
+        if self._taken is not None:
+            self._taken.snapshot.start()
         self._thread.start()
 
     @property
@@ -100,8 +100,10 @@ class Saving:
 
     def wait_copied(self) -> None:
         """Before anything writes what is saved. Gives the save up where the copies cannot be had in time."""
-        if not self._snapshot.wait_copied(self._party.deadline):
-            self._snapshot.give_up(f"the disk is too slow: the snapshot took more than {self._party.deadline:g} s")
+        if self._taken is not None and not self._taken.snapshot.wait_copied(self._party.deadline):
+            self._taken.snapshot.give_up(
+                f"the disk is too slow: the snapshot took more than {self._party.deadline:g} s"
+            )
 
     def give_up(self, why: str) -> None:
         """Copy no more; the thread then finds that it cannot write, or that the others do not vote."""
@@ -120,84 +122,91 @@ class Saving:
         except Exception as error:  # noqa: BLE001 - a save never ends a run
             self.problem = f"{type(error).__name__}: {error}"
         if self.problem:
-            self._snapshot.give_up(self.problem)
+            if self._taken is not None:
+                self._taken.snapshot.give_up(self.problem)
             shutil.rmtree(partial_folder(self._folder), ignore_errors=True)
 
     def _save(self) -> None:
-        partial = partial_folder(self._folder)
-        objection, told, there = None, None, False
+        partial, taken = partial_folder(self._folder), self._taken
+        objection, told, there = self._objection, None, False
         try:
-            self._require_readable()
+            if taken is not None:
+                taken.require_readable()
             if self._rank == 0:
                 there = usable(self._folder)
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
-            objection = objection_of(problem)
-        names = [group["params"] for group in self._account.groups]
-        heard = self._ask("begin", [there, names, list(self._extra)], objection)
+            objection = objection or objection_of(problem)
+        heard = self._ask("begin", [there, taken and taken.told()], objection)
+        assert taken is not None
         self.unchanged = heard[0][0]  # by rank 0's word: another may not see the folder yet
         if self.unchanged:
-            self._snapshot.give_up("there is nothing to save")
+            taken.snapshot.give_up("there is nothing to save")
             shutil.rmtree(partial, ignore_errors=True)
             return
-        groups = _merged(self._account.groups, [names for _, names, _ in heard])
+        names, extra = agreed([of_rank for _, of_rank in heard])
+        groups = [group | {"params": its} for group, its in zip(taken.account.groups, names, strict=True)]
         objection = None
         try:
             partial.mkdir(parents=True, exist_ok=True)  # there already, if all share the disk, as they must
-            objects = self._objects(groups)
-            told = [write_chunks(partial, self._rank, self._chunks, {flat(place): v for place, v in objects.items()})]
-            told += [[file.name, file.size, file.xxh3] for file in _files(partial, f"__{self._rank}_")]
+            objects = {flat(place): value for place, value in taken.objects(groups).items()}
+            text = write_chunks(partial, self._rank, taken.chunks, objects)
+            files = [[file.name, file.size, file.xxh3] for file in _files(partial, f"__{self._rank}_")]
+            taken.snapshot.wait_looked()
+            told = [text, files, taken.replicas.told()]
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
         everyone = self._ask("written", told, objection)
+        self._compare(taken, [hashes for *_, hashes in everyone])
         objection = None
         if self._rank == 0:
             try:
-                self._complete(partial, everyone, groups, {name for *_, names in heard for name in names})
+                self._complete(taken, everyone, groups, extra)
             except Exception as problem:  # noqa: BLE001 - told to all ranks
                 objection = objection_of(problem)
         self._ask("complete", None, objection)
 
-    def _complete(self, partial: Path, everyone: list[Any], groups: list[dict[str, Any]], extra: set[str]) -> None:
-        files = [File(*file) for _, *named in everyone for file in named]
+    def _compare(self, taken: Taken, told: list[dict[str, str]]) -> None:
+        """Hold copies against each other, of which one was written for all.
+
+        Raises:
+            SwitchAbortedError: they differ, and the job is not to take the first; by name, on every rank alike.
+        """
+        differ = unlike(told)
+        if not differ:
+            return
+        said = named(self._ask("copies", taken.replicas.each(differ), None))
+        if self._party.unequal_copies == "refuse":
+            raise SwitchAbortedError(said)
+        if self._rank == 0:
+            _LOG.warning("%s; copy 0 is saved, as unequal_copies = 'owner' says", said)
+
+    def _complete(self, taken: Taken, everyone: list[Any], groups: list[dict[str, Any]], extra: set[str]) -> None:
+        partial = partial_folder(self._folder)
+        files = [File(*file) for _, its, _ in everyone for file in its]
         if unseen := [file.name for file in files if not (partial / file.name).is_file()]:
             raise FileNotFoundError(
                 f"{', '.join(unseen)} cannot be seen from rank 0: all ranks must share the disk of {self._saves.root}"
             )
-        places = self._places | {flat(STATE): STATE} | {flat(place): place for place in group_paths(groups)}
+        places = taken.places | {flat(STATE): STATE} | {flat(place): place for place in group_paths(groups)}
         beside = [*(streams_path(rank) for rank in self._party.everyone), *map(extra_path, sorted(extra))]
         places |= {flat(place): place for place in beside}
         write_metadata(partial, [text for text, *_ in everyone], places)
-        require_whole(DcpFolder(partial), self._catalogue, self._keys)
-        complete(partial, self._folder, self._manifest([*files, File.of(partial / METADATA)]))
+        require_whole(DcpFolder(partial), taken.catalogue, taken.keys)
+        complete(partial, self._folder, self._manifest(taken, [*files, File.of(partial / METADATA)]))
         prune(self._saves.root, self._saves.keep_last)
 
-    def _require_readable(self) -> None:
-        """Refuse state that could be written and not read back: reading runs no code of a pickle's.
-
-        Raises:
-            ValueError: whose it is.
-        """
-        for label, state in (self._extra | (self._account.common if self._rank == 0 else {})).items():
-            if why := unreadable(state):
-                raise ValueError(f"the state of {label} could not be read back; {why}")
-
-    def _objects(self, groups: list[dict[str, Any]]) -> dict[Place, Any]:
-        """What this rank's file holds beside tensors."""
-        found: dict[Place, Any] = {streams_path(self._rank): self._account.streams}
-        found |= {extra_path(name): state for name, state in self._extra.items()}
-        return found if self._rank else found | {STATE: self._account.table()} | group_paths(groups)
-
-    def _manifest(self, files: list[File]) -> Manifest:
+    def _manifest(self, taken: Taken, files: list[File]) -> Manifest:
+        states = dict.fromkeys(state.name for tensor in taken.catalogue for state in tensor.states)
         return Manifest(
             schema=SCHEMA,
             run_id=self._saves.run_id,
             step=self.step,
-            layout=self._account.layout,
+            layout=taken.account.layout,
             world_size=self._party.world_size,
-            states=self._states,
-            objects=tuple(self._account.common),
+            states=tuple(states),
+            objects=tuple(taken.account.common),
             files=tuple(files),
             versions={"dynatrain": dynatrain.__version__, "torch": torch.__version__},
         )
@@ -206,28 +215,6 @@ class Saving:
         party, topic = self._party, f"{self._topic}/{what}"
         wait = self._saves.deadline
         return exchange(party.board, topic, party.rank, payload=payload, objection=objection, timeout=wait).in_order()
-
-
-def _chunks(party: Party, saves: Saves, world: World) -> tuple[Snapshot, list[Chunk]]:
-    """What this rank writes, and the snapshot that it comes from."""
-    assert world.ownership is not None
-    pieces = world.pieces(party.rank, party.device)
-    mine = written_pieces(world.catalogue, world.ownership, party.rank)
-    keys = {granule: flat(place) for granule, place in granule_paths(world) if granule in mine}
-    tensors = {}
-    for granule, key in keys.items():
-        state = world.catalogue[granule[0]].states[granule[1]]
-        value = pieces[granule].tensor
-        # What a forward may write, or code between two optimizer steps, is copied at once.
-        early = state.name == "buffer" or state.name in world.forms
-        tensors[key] = value.clone() if early else value
-    copies = Snapshot(tensors, saves.budget)
-    chunks = []
-    for granule, key in keys.items():
-        tensor, piece = world.catalogue[granule[0]], pieces[granule]
-        shape = tensor.state_shape(tensor.states[granule[1]])
-        chunks.append(Chunk(key, shape, piece.tensor.dtype, piece.box, lambda key=key: copies.take(key)))
-    return copies, chunks
 
 
 def require_whole(folder: DcpFolder, catalogue: Catalogue, keys: Mapping[Granule, str]) -> None:
@@ -244,12 +231,6 @@ def require_whole(folder: DcpFolder, catalogue: Catalogue, keys: Mapping[Granule
     boxes = {g: tuple(one.box for one in folder.stored(key)) for g, key in keys.items() if key in folder.shapes}
     if problems := judge_shelf(catalogue, boxes):
         raise FolderError(f"{folder.path} is not whole", problems)
-
-
-def _merged(groups: list[dict[str, Any]], told: list[list[list[str]]]) -> list[dict[str, Any]]:
-    """Parameter groups with the names of all ranks' parameters, each once."""
-    names = [dict.fromkeys(name for names in of_rank for name in names) for of_rank in zip(*told, strict=True)]
-    return [group | {"params": list(its)} for group, its in zip(groups, names, strict=True)]
 
 
 def _files(folder: Path, prefix: str) -> list[File]:

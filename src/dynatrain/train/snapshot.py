@@ -3,7 +3,8 @@
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -20,10 +21,14 @@ class Snapshot:
     Args:
         tensors: by key.
         budget: bytes of copies that may wait to be taken; one copy larger than it may wait alone. 0 for no bound.
+        looks: called behind the copies, each once: what only reads tensors that are not to be written yet.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], budget: int) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], budget: int, looks: Mapping[str, Callable[[], None]] | None = None
+    ) -> None:
         self._tensors = dict(tensors)
+        self._looks = dict(looks or {})
         self._budget = budget
         self._changed = threading.Condition()
         self._copies: dict[str, torch.Tensor] = {}
@@ -43,6 +48,17 @@ class Snapshot:
         with self._changed:
             self._changed.wait_for(self._settled, max(0.0, deadline - time.monotonic()))
             return self._settled()
+
+    def wait_looked(self) -> None:
+        """Return when every look has been had.
+
+        Raises:
+            RuntimeError: the snapshot was given up, or one of them failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or self._settled())
+            if self._over:
+                raise RuntimeError(self._over)
 
     def take(self, key: str) -> torch.Tensor:
         """The copy of one tensor, once; waits for it.
@@ -72,26 +88,28 @@ class Snapshot:
 
     def _work(self, deadline: float) -> None:
         """Copy until nothing is left to be copied; one thread or two."""
-        while (found := self._next(deadline)) is not None:
+        while (work := self._next(deadline)) is not None:
             try:
-                self._copy(*found)
+                work()
             except Exception as error:  # noqa: BLE001 - told to whoever takes
                 self._over = f"{type(error).__name__}: {error}"
             with self._changed:
                 self._under_way -= 1
                 self._changed.notify_all()
 
-    def _next(self, deadline: float) -> tuple[str, torch.Tensor] | None:
-        """The next tensor to copy, which is counted now, in their order: so no copy can wait for a later one's room."""
+    def _next(self, deadline: float) -> Callable[[], None] | None:
+        """The next work. A copy is counted now, in their order: so no copy can wait for a later one's room."""
         wait = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
         with self._changed:
             self._changed.wait_for(lambda: self._over or not self._tensors or self._fits(), wait)
-            if self._over or not self._tensors or not self._fits():
+            if self._over or not (self._tensors or self._looks) or not self._fits():
                 return None
+            self._under_way += 1
+            if not self._tensors:
+                return self._looks.pop(next(iter(self._looks)))
             key = next(iter(self._tensors))
             self._held += self._tensors[key].nbytes
-            self._under_way += 1
-            return key, self._tensors.pop(key)
+            return partial(self._copy, key, self._tensors.pop(key))
 
     def _copy(self, key: str, tensor: torch.Tensor) -> None:
         copy = tensor.detach().to("cpu", copy=True)
@@ -99,9 +117,11 @@ class Snapshot:
             self._copies[key] = copy
 
     def _settled(self) -> bool:
-        return bool(self._over) or not (self._tensors or self._under_way)
+        return bool(self._over) or not (self._tensors or self._looks or self._under_way)
 
     def _fits(self) -> bool:
-        """Whether the next copy has room."""
+        """Whether the next copy, if there is one, has room."""
+        if not self._tensors:
+            return True
         nbytes = next(iter(self._tensors.values())).nbytes
         return not self._budget or not self._held or self._held + nbytes <= self._budget

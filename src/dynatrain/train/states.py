@@ -41,13 +41,13 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UnknownStateError: an optimizer whose state is not known.
     """
-    for param, states in _kept(optimizer):
+    for param, states, group in _kept(optimizer):
         held = optimizer.state[param]
         if states and not held:
-            held.update({state.name: blank(param, state) for state in states})
+            held.update({state.name: blank(param, state, group) for state in states})
 
 
-def _kept(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, tuple[State, ...]]]:
+def _kept(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, tuple[State, ...], dict[str, Any]]]:
     try:
         return list(kept(optimizer))
     except (LookupError, ValueError) as error:
@@ -65,7 +65,7 @@ def optimizer_states(
     problems = []
     states: dict[str, dict[State, torch.Tensor]] = {name: {} for name in found}
     names = {id(entry.value): name for name, entry in found.items()}
-    schemas = {id(param): {state.name: state for state in of} for param, of in _kept(optimizer)}
+    schemas = {id(param): {state.name: state for state in of} for param, of, _ in _kept(optimizer)}
     for param, values in optimizer.state.items():
         name = names.get(id(param))
         if name is None:

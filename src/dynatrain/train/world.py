@@ -145,6 +145,16 @@ class World:
                 )
         return found
 
+    def write_back(self, pieces: Pieces) -> None:
+        """Give the live objects the values of filled pieces that are copies: what lies elsewhere than pieces do."""
+        held = self.values()
+        for (index, number), piece in pieces.items():
+            tensor = self.catalogue[index]
+            name, slot = self.where[tensor.name]
+            value = held[name, tensor.states[number].name]
+            if (slot is None or slot.number == 0) and value.untyped_storage().data_ptr() != piece.storage.data_ptr():
+                value.copy_(piece.tensor.reshape(value.shape))
+
 
 def nothing(layout: Layout, mesh: DeviceMesh) -> World:
     """The world in which a rank of a crossing is not: no modules, no tensors.

@@ -57,7 +57,7 @@ def bench(
         ranks: processes.
         old: the layout before; without it, three pairs of layouts of four ranks.
         to: the layout after.
-        repeats: runs of dynatrain in each mode.
+        repeats: runs of dynatrain in each mode, by the nearest transport and by gloo alone.
         slow_repeats: runs of the other methods, which take many times as long.
         json: print one JSON object.
     """
@@ -109,7 +109,7 @@ def _table(rows: "tuple[Row, ...]") -> None:
         [
             (
                 row.case,
-                f"{row.method} {row.mode}".rstrip(),
+                f"{row.method} {row.mode} {row.transport}".rstrip(),
                 seconds(row.seconds),
                 "-" if row.seconds_range is None else "-".join(f"{value:.2f}" for value in row.seconds_range),
                 seconds(row.stall_seconds),

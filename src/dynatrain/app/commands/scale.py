@@ -1,6 +1,5 @@
 """``dynatrain scale RUN N``."""
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import tyro
@@ -12,6 +11,7 @@ from dynatrain.app.resize import dry_run_of, layout_of_size
 from dynatrain.app.runs import RunWorld, certificate_for, config_of, find_run
 from dynatrain.app.switches import switch_lines
 from dynatrain.layout.text import parse_layout
+from dynatrain.observe.requests import Answer
 from dynatrain.observe.run import RunFolder
 from dynatrain.space.run_check import check_run
 
@@ -59,17 +59,24 @@ def scale(
         dry_run_of(run_now, world, parse_layout(new), mode, json=json)
         return 0
     wanted = {"size": size} | ({"layout": new} if layout else {}) | ({} if mode == "configured" else {"mode": mode})
-    return ask_for_members(folder, wanted, timeout, json=json)
+    return tell_of_members(folder, *ask(folder, "scale", wanted, timeout), json=json)
 
 
-def ask_for_members(folder: RunFolder, arguments: Mapping[str, object], timeout: float, *, json: bool) -> int:
-    """Ask for other members and say what became of it; the exit code."""
-    request, answer = ask(folder, "scale", arguments, timeout)
+def tell_of_members(folder: RunFolder, request: str, answer: Answer, *, json: bool, **more: object) -> int:
+    """Say what became of a request for other members; the exit code.
+
+    Args:
+        folder: of the run.
+        request: its id.
+        answer: to it.
+        json: print one JSON object.
+        more: of that object.
+    """
     record = certificate_for(folder, request)
     world = RunWorld.of(folder)
     if json:
         told = {"world": world.record, "certificate": record or None}
-        emit({"id": request, "outcome": answer.outcome, "message": answer.message, **told})
+        emit({"id": request, "outcome": answer.outcome, "message": answer.message, **told, **more})
     else:
         say(f"{answer.outcome}{f': {answer.message}' if answer.message else ''}", world.text)
         say(*(switch_lines(record) if record else ()))

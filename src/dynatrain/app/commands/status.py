@@ -35,7 +35,8 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
                 "run": str(folder.path),
                 "agent": alive or "none",
                 "exit": mark.exit if mark else None,
-                "world": RunWorld.of(folder).record,
+                "world": (world := RunWorld.of(folder)).record,
+                "hosts": {str(node): name for node, name in world.hosts.items()},
                 "steps": progress.steps,
                 "last": last,
                 "age_seconds": age,
@@ -45,7 +46,10 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
             }
         )
         return 0
-    say(f"{folder.name}: {_state(mark, alive)}", f"  {RunWorld.of(folder).text}")
+    world = RunWorld.of(folder)
+    say(f"{folder.name}: {_state(mark, alive)}", f"  {world.text}")
+    if len(world.hosts) > 1:
+        say(*(f"  node {node}, {name}: {_ranks(world.on([node]))}" for node, name in sorted(world.hosts.items())))
     if last:
         say(f"  {step_text(last, progress.steps)}  ({age:,.0f} s ago)")
     if progress.validation:
@@ -57,6 +61,10 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
         committed = sum(record["outcome"] == "committed" for record in records)
         say(f"  {len(records)} switches, {committed} committed; dynatrain history {folder.name} lists them")
     return 0
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "no ranks"
 
 
 def _saved(run: RunFolder) -> dict[str, Any] | None:

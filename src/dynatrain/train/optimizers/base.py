@@ -43,7 +43,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _step(self, group: dict[str, Any], param: torch.Tensor) -> None:
         state = self.state[param]
         if not state:
-            state.update({one.name: blank(param, one) for one in self.kept(group, param)})
+            state.update({one.name: blank(param, one, group) for one in self.kept(group, param)})
         if "step" in state:
             state["step"] += 1
         shard = Shard(param)
