@@ -14,13 +14,13 @@ result each rank reads on the host before its step counts as ended). So no rank 
 is written, and every rank finds it there when it gets to edge k + 1: all act at the same edge, with one question to the
 store at each edge and no barrier.
 
-A topic's keys are deleted by the last rank that leaves it: nothing grows over hundreds of switches. Not on a board that
-is *lasting*: there a decision stands until somebody clears the board, for whoever looks later.
+A topic's keys are deleted by the last rank that leaves it: nothing grows over hundreds of switches. The decisions of
+*lasting* topics stand until somebody clears the board, for whoever looks later.
 """
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +52,14 @@ class Board:
         store: of this run and generation alone (a ``PrefixStore`` with the run's nonce).
         world_size: number of voters.
         broken: says why no vote is waited for any more, because a voter is lost; empty while all are there.
-        lasting: decisions are not deleted by those who leave their topic.
+        lasting: topics whose decision is not deleted by those who leave it.
 
     Attributes:
         world_size: likewise.
     """
 
     def __init__(
-        self, store: Store, world_size: int, *, broken: Callable[[], str] = str, lasting: bool = False
+        self, store: Store, world_size: int, *, broken: Callable[[], str] = str, lasting: Collection[str] = ()
     ) -> None:
         self._store = store
         self._broken = broken
@@ -151,9 +151,10 @@ class Board:
 
     def leave(self, topic: str) -> None:
         """Say that this rank needs the topic no more, once for each rank; the last one deletes it."""
-        if not self._lasting and int(self._store.add(f"{topic}/left", 1)) == self.world_size:
+        if int(self._store.add(f"{topic}/left", 1)) == self.world_size:
             for key in ("votes", "count", "decision", "left"):
-                self._store.delete_key(f"{topic}/{key}")
+                if key != "decision" or topic not in self._lasting:
+                    self._store.delete_key(f"{topic}/{key}")
 
     # The step edge.
 

@@ -34,10 +34,10 @@ def crossing_board(run: Store, generation: int, holders: int, broken: Broken = s
     """The board of the crossing into a world, counted by holder; arguments as of :func:`world_board`.
 
     Where it begins is decided under the number ``generation``: ``give_up(generation, why)`` ends it before it has
-    begun, for an agent, too, that sees a newcomer die. Its decisions stand until the next crossing clears the board:
-    after a loss the leading agent has to know whether it was committed.
+    begun, for an agent, too, that sees a newcomer die. That it was committed stands until the next crossing clears the
+    board: after a loss the leading agent has to know.
     """
-    return Board(PrefixStore(f"crossing/{generation}", run), holders, broken=broken, lasting=True)
+    return Board(PrefixStore(f"crossing/{generation}", run), holders, broken=broken, lasting=(COMMIT,))
 
 
 def forget_others(run: Store, *generations: int) -> None:
