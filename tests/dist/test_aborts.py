@@ -10,9 +10,11 @@ from tests.jobs import late
 from tests.ledgers import registered_groups
 from tests.ranks import run
 
-from dynatrain.execute.memory import nearest
+from dynatrain.execute.memory import Nearest
 from dynatrain.execute.transport import GroupTransport
 from dynatrain.layout.text import print_layout
+
+nearest = Nearest()
 
 LAYOUTS = ("fsdp4", "dp2.fsdp2")
 """Training has equal bits in both, so that one run without any switch is the reference for all that follows."""

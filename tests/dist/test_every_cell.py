@@ -176,7 +176,7 @@ def run(world, job, tour, name, *, states=False):
     """``STEPS`` steps of ``job``; with ``states``, one of everything beside it."""
     books, numbers = Books(), []
     sw = switcher(job, world, tour[0], recorder=books, **means(world, name))
-    things, ends = [], Ends(sw, world.rank)
+    things, ends = [], None if states else Ends(sw, world.rank)
     if states:
         averages = [Average(sw.world, local=local) for local in (False, True)]
         things = [*averages, Scaler()]
@@ -188,7 +188,7 @@ def run(world, job, tour, name, *, states=False):
 
     def after(result):
         numbers.append((result.loss, result.grad_norm))
-        if len(tour) > 1 and result.step == CASE.steps_each - 1:
+        if ends and result.step == CASE.steps_each - 1:
             ends.leave()
         if states:
             for average in things[:2]:
@@ -208,7 +208,13 @@ def run(world, job, tour, name, *, states=False):
         for path, module in part.named_modules()
         if isinstance(module, Scaled)
     }
-    found = Ran(books.switches, ends.found, numbers, {k: v.clone() for k, v in sw.world.values().items()}, common)
+    found = Ran(
+        books.switches,
+        ends.found if ends else [],
+        numbers,
+        {k: v.clone() for k, v in sw.world.values().items()},
+        common,
+    )
     return sw, found
 
 

@@ -187,18 +187,19 @@ def test_a_plan_that_reads_wrong_is_refused_before_anything_is_written(tmp_path)
 
 def test_two_states_that_change_places_in_a_save_are_noticed(tmp_path):
     def swapping(world):
-        making = saving._chunks
+        taking = saving.Taken.of
 
-        def chunks(*given):
-            copies, found = making(*given)
+        def take(*given):
+            taken = taking(*given)
+            found = taken.chunks
             a, b = (
                 next(n for n, chunk in enumerate(found) if chunk.key.endswith(f"up.weight.{state}"))
                 for state in ("exp_avg", "exp_avg_sq")
             )
             found[a], found[b] = replace(found[a], data=found[b].data), replace(found[b], data=found[a].data)
-            return copies, found
+            return taken
 
-        saving._chunks = chunks
+        saving.Taken.of = take
         return save(world, "fsdp2", tmp_path)
 
     everywhere(2, swapping)

@@ -10,12 +10,14 @@ import pytest
 from tests.jobs import everywhere, late
 from tests.walks import Walker
 
-from dynatrain.execute.memory import nearest
+from dynatrain.execute.memory import Nearest
 from dynatrain.execute.rounds import Executor
 from dynatrain.execute.transport import GroupTransport
 from dynatrain.train import attempt as attempts
 from dynatrain.train import blueprint
 from dynatrain.train.proof import Proof
+
+nearest = Nearest()
 
 NAME = "layers.1.down.weight"
 """Its columns are cut by tp4, its rows by fsdp4: rows 6-12 of columns 24-36 go from rank 2 to rank 1."""

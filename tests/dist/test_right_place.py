@@ -6,8 +6,10 @@ from tests.addresses import arriving
 from tests.jobs import TEN, circuit, everywhere, late
 from tests.walks import BUNDLE, FEW, LAYERS, SMALLEST, TENSORS, Walker
 
-from dynatrain.execute.memory import nearest
+from dynatrain.execute.memory import Nearest
 from dynatrain.execute.transport import GroupTransport
+
+nearest = Nearest()
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a run waits for the whole run
 

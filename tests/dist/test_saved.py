@@ -123,8 +123,8 @@ def test_ranks_that_are_new_get_streams_of_their_own_and_the_others_keep_theirs(
         torch.manual_seed(number)
 
     def begin(world):
-        seed(world.rank)
         loop = Loop(world, {}, layout="dp2", data_parallel="free", saves=Saves(root=tmp_path))
+        seed(world.rank)  # behind the build, whose weights are to be equal in all copies
         loop.sw.save_now()
         return draw()
 

@@ -21,7 +21,7 @@ from dynatrain.observe.checkpoints import (
     newest,
     usable,
 )
-from dynatrain.train import saving
+from dynatrain.train import taken
 from dynatrain.train.saver import SavingError
 from dynatrain.train.saving import Saves
 
@@ -110,9 +110,9 @@ def test_a_disk_that_takes_no_more_fails_the_save_by_name_and_training_goes_on(t
 
 def test_files_that_lack_an_element_never_become_a_checkpoint(tmp_path):
     def work(world):
-        written = saving.written_pieces
+        written = taken.written_pieces
         if world.rank == 1:  # its last piece is forgotten
-            saving.written_pieces = lambda *given, **how: dict(list(written(*given, **how).items())[:-1])
+            taken.written_pieces = lambda *given, **how: dict(list(written(*given, **how).items())[:-1])
         loop = Loop(world, {}, saves=Saves(root=tmp_path))
         loop.run(2)
         return loop.sw.save_now(), loop.sw.saved

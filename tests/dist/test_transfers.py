@@ -13,9 +13,11 @@ from tests.stamped import Rank, job, owns, plans, schedule
 
 from dynatrain.execute import attach, memory
 from dynatrain.execute.exchange import CorruptMove
-from dynatrain.execute.memory import nearest
+from dynatrain.execute.memory import Nearest
 from dynatrain.execute.rounds import RoundRefused, backward
 from dynatrain.execute.transport import GroupTransport, Message, TransportError
+
+nearest = Nearest()
 
 JOB = job()
 DEADLINE = 20.0

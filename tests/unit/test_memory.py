@@ -8,7 +8,7 @@ import torch
 from tests.doubles import Hub, LocalTransport
 
 from dynatrain.execute import attach, memory
-from dynatrain.execute.memory import MemoryTransport, neighbours
+from dynatrain.execute.memory import MemoryTransport, Nearest, neighbours
 from dynatrain.execute.transport import Message, TransportError
 
 
@@ -18,19 +18,26 @@ def pair():
     return [MemoryTransport(LocalTransport(hub, rank), {1 - rank: os.getpid()}) for rank in range(2)]
 
 
-def test_a_source_is_in_use_until_the_other_end_has_read_it():
+def test_a_source_is_in_use_until_the_other_end_has_read_it(monkeypatch):
     one, other = pair()
     source, target = torch.arange(60, dtype=torch.float64).view(6, 10), torch.zeros(10, 12, dtype=torch.float64)
     sent = one.post([Message(1, source[1:5, 2:7])], [])
     arriving = other.post([], [Message(0, target[:4, 5:10])])
+    released = []
+
+    def late(*given):
+        with pytest.raises(TimeoutError):
+            released.append(done.result(0.2))
+        attach.read(*given)
+
+    monkeypatch.setattr(memory, "read", late)
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(sent.wait, 20)
-        with pytest.raises(TimeoutError):
-            done.result(0.2)
         assert target.sum() == 0
         source += 1
         arriving.wait(20)
         done.result(20)
+    assert released == []
     assert target[:4, 5:10].equal(source[1:5, 2:7])
     assert target.sum() == source[1:5, 2:7].sum()
 
@@ -80,3 +87,21 @@ def test_ranks_are_near_only_where_both_have_read_what_the_other_holds(monkeypat
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda rank: neighbours(lines[rank], [1 - rank], 20), range(2)))
     assert found == ([{1: os.getpid()}, {0: os.getpid()}] if wrong == "nothing" else [{}, {}])
+
+
+def test_what_was_found_out_of_a_group_is_asked_once(monkeypatch):
+    """Else whoever is late for a second switch over it would keep the others waiting."""
+
+    class Group:
+        def name(self):
+            return "gloo"
+
+        def rank(self):
+            return 1
+
+    asked = []
+    monkeypatch.setattr(memory, "neighbours", lambda _wire, peers, _seconds: asked.append(peers) or {7: 1})
+    nearest, one, other = Nearest(), Group(), Group()
+    names = [nearest(group, [7, 3, 5]).name for group in (one, one, other, one)]
+    assert asked == [[7, 5], [7, 5]]
+    assert names == ["memory, gloo"] * 4

@@ -8,6 +8,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,20 +20,30 @@ MEETING_SECONDS = 30.0
 """How long ranks whose group has just been made wait for each other."""
 
 
-def nearest(group: dist.ProcessGroup, ranks: Sequence[int]) -> Transport:
-    """The transport of a switch: memory between ranks that can read each other's, the group between all others.
+class Nearest:
+    """Makes the transports of switches: memory between ranks that can read each other's, the group between all others.
 
-    Called by all members of ``group``; arguments as of :class:`~dynatrain.execute.transport.GroupTransport`.
-
-    Raises:
-        TransportError: a rank is gone or late.
+    What is found out of a group is remembered: the ranks of a group that is used again need not meet for it, and one
+    that is late, or has failed before, keeps nobody waiting.
     """
-    wire = GroupTransport(group, ranks)
-    if group.name() == "nccl":  # state lies on devices
-        return wire
-    mine = ranks[group.rank()]
-    near = neighbours(wire, [rank for rank in ranks if rank != mine], MEETING_SECONDS)
-    return MemoryTransport(wire, near) if near else wire
+
+    def __init__(self) -> None:
+        self._near: WeakKeyDictionary[dist.ProcessGroup, Mapping[int, int]] = WeakKeyDictionary()
+
+    def __call__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> Transport:
+        """Called by all members of ``group``; arguments as of :class:`~dynatrain.execute.transport.GroupTransport`.
+
+        Raises:
+            TransportError: of a new group; a rank is gone or late.
+        """
+        wire = GroupTransport(group, ranks)
+        if group.name() == "nccl":  # state lies on devices
+            return wire
+        if group not in self._near:
+            mine = ranks[group.rank()]
+            self._near[group] = neighbours(wire, [rank for rank in ranks if rank != mine], MEETING_SECONDS)
+        near = self._near[group]
+        return MemoryTransport(wire, near) if near else wire
 
 
 def neighbours(wire: Transport, peers: Sequence[int], seconds: float) -> dict[int, int]:

@@ -3,15 +3,12 @@
 The C library keeps freed memory for later, and of torch's aligned requests a freed place can rarely serve another of
 the same size: after a few switches a process would hold its state several times over. Memory that is mapped apart goes
 back to the system as it is freed, so that what is resident is what is counted. The library maps apart only where no
-hole in its heap is large enough: state that took the holes that steps leave, and need again, made the heap grow. It
-serves each thread from a heap of its own, so state is allocated by a thread that does nothing else (:class:`Apart`).
-What was allocated elsewhere may lie in a hole, which stays with the library: its pages are discarded beforehand.
+hole in its heap is large enough; what came from such a hole stays with it, so its pages are discarded beforehand.
 """
 
 import ctypes
 import mmap
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -20,7 +17,6 @@ APART_FROM = 128 << 10
 """Bytes from which on memory can be mapped apart; less shares pages with its neighbours."""
 
 _LIBC = ctypes.CDLL(None)
-_LIBC.malloc_usable_size.argtypes, _LIBC.malloc_usable_size.restype = (ctypes.c_void_p,), ctypes.c_size_t
 _BUF_READ = 0x100
 _memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -44,33 +40,6 @@ def mapped_apart() -> Iterator[None]:
         yield
     finally:
         _LIBC.mallopt(_M_MMAP_THRESHOLD, _USUAL)
-
-
-class Apart:
-    """Makes storages on the host in pages of their own, whatever holes the heaps of other threads have."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="apart")
-
-    def make(self, nbytes: int) -> torch.UntypedStorage:
-        """A new storage; its content is undefined."""
-        storage = torch.UntypedStorage(0)
-        self.restore(storage, nbytes)
-        return storage
-
-    def restore(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Give an empty storage memory, for all tensors that alias it; its content is undefined."""
-        with mapped_apart():
-            storage.resize_(nbytes)
-            if nbytes >= APART_FROM and not _has_own_pages(storage):
-                storage.resize_(0)
-                self._thread.submit(storage.resize_, nbytes).result()
-
-
-def _has_own_pages(storage: torch.UntypedStorage) -> bool:
-    """Whether memory was mapped apart: only then does it end with a page."""
-    place = storage.data_ptr()
-    return bool((place + _LIBC.malloc_usable_size(place)) % mmap.PAGESIZE == 0)
 
 
 def prefer_huge(storage: torch.UntypedStorage) -> None:

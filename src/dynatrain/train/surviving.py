@@ -12,7 +12,7 @@ from dynatrain.train.course import Course
 from dynatrain.train.files import complete_steps
 from dynatrain.train.gradients import forget
 from dynatrain.train.keeping import Keeping, Keeps, Note
-from dynatrain.train.mending import Mending
+from dynatrain.train.mending import MendError, Mending
 from dynatrain.train.muster import Stand
 from dynatrain.train.party import Party
 from dynatrain.train.survival import Survival
@@ -101,6 +101,8 @@ class SurvivingCourse(Course):
         Raises:
             MendError: what is left cannot go on.
         """
+        if self._parking.parked:
+            raise MendError(f"{mending.loss.why}; and the state of those that are left is parked, which is not mended")
         self._drop_all(mending.loss.why)
         self.survival.muster()
         if mending is not self.survival.mending:
