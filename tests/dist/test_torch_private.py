@@ -26,6 +26,7 @@ from dynatrain.train.torch_private import (
     adopt_padded,
     clear_dtensor_caches,
     default_store,
+    drop_gathered,
     fsdp_reductions,
     fsdp_settings,
     hooks_of,
@@ -33,6 +34,7 @@ from dynatrain.train.torch_private import (
     named_group,
     own_default,
     padded_numels,
+    process_groups,
     reduce_empty_gradients,
     scheduled,
     set_buffer,
@@ -138,6 +140,39 @@ def test_registered_groups():
         return before, during, registered_groups()
 
     assert everywhere(1, work) == [(1, 2, 1)]
+
+
+def test_process_groups():
+    def work(world):
+        pair = named_group("pair", [0, 1], world.rank, "gloo", world.store, SECONDS)
+        named_group(f"alone{world.rank}", [world.rank], world.rank, "gloo", world.store, SECONDS)
+        mine = dist.new_group([0, 1])
+        found = process_groups()
+        return len(found), {*found} == {dist.group.WORLD, pair, mine}
+
+    assert everywhere(2, work) == [(3, True)] * 2
+
+
+def test_drop_gathered():
+    """A forward that is broken off leaves gathered what stays gathered until the backward, and ``reshard`` keeps it."""
+
+    def work(_world):
+        net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        fully_shard(net, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
+
+        def planted(*_):
+            raise ValueError("planted")
+
+        net[1].register_forward_pre_hook(planted)
+        with pytest.raises(ValueError, match="planted"):
+            net(torch.ones(1, 4))
+        seen = []
+        for drop in (net.reshard, lambda: drop_gathered(net)):
+            drop()
+            seen.append([isinstance(param, DTensor) for param in net.parameters()])
+        return seen
+
+    assert everywhere(2, work) == [[[False] * 2, [True] * 2]] * 2
 
 
 def test_set_buffer():

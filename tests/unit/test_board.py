@@ -156,3 +156,20 @@ def test_agents_hear_of_each_others_stop_failure_and_silence() -> None:
         0: ("running", ()),
         1: ("done", (4,)),
     }
+
+
+def test_a_lasting_decision_outlives_its_topic_and_a_lost_voter_is_not_waited_for():
+    store, why = HashStore(), []
+    boards = [Board(store, 2, broken=lambda: "".join(why), lasting=("kept",)) for _ in range(2)]
+    for topic in ("kept", "gone"):
+        for rank, board in enumerate(boards):
+            if board.vote(topic, rank, None):
+                board.decide(topic, {"yes": 1})
+        for board in boards:
+            board.leave(topic)
+    assert (boards[0].decided("kept"), boards[0].decided("gone")) == ({"yes": 1}, None)
+    assert store.num_keys() == 1
+
+    boards[0].vote("open", 0, None)
+    why.append("rank 1 was killed")
+    assert boards[0].decision("open", 600.0) == {"abort": "rank 1 was killed", "late": [1]}

@@ -153,6 +153,13 @@ def test_a_record_that_contradicts_itself_is_refused(changes, problem):
     assert any(problem in text for text in found), found
 
 
+def test_after_a_loss_alone_some_bytes_may_have_come_from_files():
+    loss = {"cause": Cause(verb="loss", by="loss", request_id="")}
+    assert check_certificate(record(bytes=Bytes(moved=10, relaid=0, adopted=0), **loss)) == ()
+    assert check_certificate(record(bytes=Bytes(moved=110, relaid=0, adopted=0), **loss)) != ()
+    assert check_certificate(record(bytes=Bytes(moved=10, relaid=0, adopted=0))) != ()
+
+
 def test_an_aborted_switch_need_not_have_come_to_its_digests():
     aborted = record(
         outcome="aborted",

@@ -129,6 +129,17 @@ def test_every_copy_of_everything_is_compared(ends):
     assert report.unequal == report.differing == ()
 
 
+@pytest.mark.parametrize("text", ["fsdp4", "dp2.fsdp2", "pp2.tp2", "fsdp2.tp2"])
+def test_one_rank_may_answer_for_any_others_and_the_digests_are_those_of_all(text):
+    old, new = owns(JOB, text), owns(JOB, "fsdp3")
+    every = pieces_of(old)
+    others = {rank: pieces for rank, pieces in enumerate(every) if rank != 1}
+    alone = digest_vector(every[1], JOB, old, new, 1, lost=others)
+    assert alone.equal(vector(old, new, every))
+    del others[3]
+    assert not digest_vector(every[1], JOB, old, new, 1, lost=others).equal(vector(old, new, every))
+
+
 def test_copies_are_compared_across_worlds_of_other_members():
     old, new = owns(JOB, "fsdp2.tp2"), owns(JOB, "dp2.fsdp2", members=(0, 5, 3, 4))
     targets = pieces_of(new)

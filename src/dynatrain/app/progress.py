@@ -117,6 +117,12 @@ def validation_text(record: dict[str, Any]) -> str:
     return f"validation after {record['step'] + 1} steps: loss {record['loss']:#.6g}"
 
 
+def redone_text(record: dict[str, Any]) -> str:
+    """What is done again after a loss."""
+    again = record["now"] - record["step"]
+    return f"{again} step{'s' if again != 1 else ''} done again" if again else "no step is done again"
+
+
 class Follower:
     """Shows what a run's files tell, as they grow.
 
@@ -143,6 +149,8 @@ class Follower:
             elif record["kind"] == "save" and record["outcome"] != "unchanged":
                 how = "saved" if record["outcome"] == "done" else f"not saved: {record['message']}"
                 self._view.line(f"step {record['step']}: {how}")
+            elif record["kind"] == "loss":
+                self._view.line(f"lost: {record['why']}; going on from step {record['step']}, {redone_text(record)}")
             elif record["kind"] == "validation":
                 self._view.line(validation_text(record))
             elif record["kind"] == "step":

@@ -15,7 +15,7 @@ from dynatrain.space.hf_config import ModelError
 from dynatrain.space.presets import resolve_model
 
 FREE = frozenset(
-    {"layout", "steps", "device", "world", "switching", "switch", "blocks", "pipeline", "save", "validation"}
+    {"layout", "steps", "device", "world", "switching", "switch", "blocks", "pipeline", "save", "loss", "validation"}
 )
 """Settings that may change when a run goes on: none of them changes what is trained on what."""
 

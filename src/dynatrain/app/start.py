@@ -93,6 +93,8 @@ def start(
         prints=prints_of(checked.shape),
         layout=print_layout(checked.layout),
         resize=partial(layout_of_size, checked),
+        survives=True,
+        replacements=config.loss.replacements,
     )
     if place.node > 0:
         return None, agent(RunFolder(path.absolute()))

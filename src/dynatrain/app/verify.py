@@ -67,7 +67,9 @@ def check_switch(folder: Path) -> Checked:
 
 
 def _planned(certificate: dict[str, Any]) -> bool:
-    """Whether a switch came as far as to have a plan."""
+    """Whether a switch came as far as to have a plan that is written down, which that after a loss is not yet."""
+    if certificate["cause"]["verb"] == "loss":
+        return False
     return certificate["outcome"] != "aborted" or int(certificate["plan_hash"], 16) != 0
 
 

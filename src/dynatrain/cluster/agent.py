@@ -109,6 +109,7 @@ class Agent:
             patience=job.liveness_seconds,
             pause=interrupts.wait,
             logs=job.run.logs,
+            survives=job.survives,
         )
         self._next_tick = 0.0
         self._stop_code = 0  # 130 or 143 once the agent was asked to end
@@ -205,8 +206,11 @@ class Agent:
         if self._peers.released:
             self._job.announce("This host has left the run, which goes on without it.")
             return 0
+        fallen = len(self._vitals.fallen)
         if failure := self._vitals.failure(now, stopping=bool(self._stop_code)):
             raise RunFailedError(failure)
+        if len(self._vitals.fallen) > fallen:
+            self._tick()
         over = self._vitals.over()
         if over and not self._stop_code:
             self._peers.look()
@@ -246,6 +250,7 @@ class Agent:
                 living=self._ranks.living,
                 heard=self._part.heard,
                 lost=self._part.lost,
+                fallen=tuple(self._vitals.fallen.items()),
             )
         )
 

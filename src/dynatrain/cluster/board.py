@@ -14,11 +14,13 @@ result each rank reads on the host before its step counts as ended). So no rank 
 is written, and every rank finds it there when it gets to edge k + 1: all act at the same edge, with one question to the
 store at each edge and no barrier.
 
-A topic's keys are deleted by the last rank that leaves it: nothing grows over hundreds of switches.
+A topic's keys are deleted by the last rank that leaves it: nothing grows over hundreds of switches. The decisions of
+*lasting* topics stand until somebody clears the board, for whoever looks later.
 """
 
 import json
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,13 +51,19 @@ class Board:
     Args:
         store: of this run and generation alone (a ``PrefixStore`` with the run's nonce).
         world_size: number of voters.
+        broken: says why no vote is waited for any more, because a voter is lost; empty while all are there.
+        lasting: topics whose decision is not deleted by those who leave it.
 
     Attributes:
         world_size: likewise.
     """
 
-    def __init__(self, store: Store, world_size: int) -> None:
+    def __init__(
+        self, store: Store, world_size: int, *, broken: Callable[[], str] = str, lasting: Collection[str] = ()
+    ) -> None:
         self._store = store
+        self._broken = broken
+        self._lasting = lasting
         self.world_size = world_size
 
     # Requests: written by the first node's agent alone.
@@ -124,6 +132,8 @@ class Board:
     def decision(self, topic: str, timeout: float) -> Any:
         """Wait for the decision; at the deadline propose ``{"abort": why, "late": ranks}`` and follow what stands.
 
+        Where a voter is lost the deadline is at once.
+
         Args:
             topic: the question.
             timeout: seconds.
@@ -131,6 +141,8 @@ class Board:
         end = time.monotonic() + timeout
         pause, longest = _POLL
         while (found := self.decided(topic)) is None:
+            if why := self._broken():
+                return self.decide(topic, {"abort": why, "late": self.missing(topic)})
             if time.monotonic() >= end:
                 return self.decide(topic, self._lateness(topic, timeout))
             time.sleep(pause)
@@ -141,7 +153,8 @@ class Board:
         """Say that this rank needs the topic no more, once for each rank; the last one deletes it."""
         if int(self._store.add(f"{topic}/left", 1)) == self.world_size:
             for key in ("votes", "count", "decision", "left"):
-                self._store.delete_key(f"{topic}/{key}")
+                if key != "decision" or topic not in self._lasting:
+                    self._store.delete_key(f"{topic}/{key}")
 
     # The step edge.
 

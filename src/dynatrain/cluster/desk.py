@@ -51,6 +51,11 @@ class Desk:
         self.note(request)
         self.publish(request)
 
+    def scale(self, request: Request) -> None:
+        """Put a request of the agent's own behind those for other members."""
+        self.note(request)
+        self._scales.append(request)
+
     def publish(self, request: Request) -> None:
         """Put a request up for the ranks as it is."""
         self._open[self._board.publish(request.to_json())] = request

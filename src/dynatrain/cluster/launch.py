@@ -51,6 +51,8 @@ def run_agent(
     interface: str = "",
     layout: str = "",
     resize: Resize | None = None,
+    survives: bool = False,
+    replacements: int = 0,
     take_over: bool = False,
     asked: AbstractContextManager[None] | None = None,
     announce: Callable[[str], None] = announce_on_stderr,
@@ -76,6 +78,8 @@ def run_agent(
             launcher says.
         layout: of the ranks, as text.
         resize: see :class:`~dynatrain.cluster.meeting.Job`; None where ranks do not come and go.
+        survives: whether ``entry`` goes on without members that are lost; else a loss ends the run.
+        replacements: how many of those are replaced.
         take_over: as in :meth:`~dynatrain.observe.run.RunFolder.claim`.
         asked: entered as soon as the run is claimed, left when it has ended, with the error where it could not begin.
         announce: takes lines for people.
@@ -127,6 +131,8 @@ def run_agent(
                 secret=secret_from(os.environ),
                 interface=interface,
                 announce=announce,
+                survives=survives,
+                replacements=replacements,
             )
             code = drive(job, spawner, interrupts)
     except ValueError:

@@ -4,13 +4,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from dynatrain.cluster.alarm import put_up
 from dynatrain.cluster.claim import Admission, Claim, refusal
 from dynatrain.cluster.desk import Desk
 from dynatrain.cluster.door import Door
 from dynatrain.cluster.heart import read_beat
 from dynatrain.cluster.hosts import Hosts
 from dynatrain.cluster.lent import Loans, Spot
-from dynatrain.cluster.meeting import Job, Meeting, first_world
+from dynatrain.cluster.losses import MEND_SECONDS, Losses
+from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, first_world
 from dynatrain.cluster.membership import MembershipError, next_world
 from dynatrain.cluster.part import SUMMONS
 from dynatrain.cluster.parting import largest
@@ -62,6 +64,7 @@ class Lead:
         self._loans = Loans(meeting.device)
         self._in_generation = 0  # of the world that there is
         self._summons: Summons | None = None
+        self._losses = Losses(job, meeting, peers)
         self._request = Request(id="none", verb="stop")  # of the summons
         self._number = -1  # of what was asked of the ranks
         self._since = 0.0
@@ -77,6 +80,10 @@ class Lead:
             stopping: the run was asked to stop: no change begins, a crossing that has not begun is given up.
         """
         self._look_at_layout()
+        if self._job.survives and not stopping:
+            mourned = self._summons.lost if self._summons is not None else ()
+            if lost := self._losses.look(self._world, self._places, mourned):
+                self._lose(lost)
         self._hosts.hear()
         coming = self._summons.newcomers if self._summons is not None else ()
         self._hosts.strike({*(self._places[member].node for member in self._world), *(one.node for one in coming)})
@@ -161,6 +168,34 @@ class Lead:
         said = read_beat(self._meeting.board, self._world[0]).layout
         if said and said != self._said_layout:
             self._said_layout = self._layout = said
+
+    def _lose(self, lost: dict[int, str]) -> None:
+        """Summon who is left.
+
+        Raises:
+            RunFailedError: nobody can go on.
+        """
+        if self._summons is not None:
+            self._cut_short(self._summons, "; ".join(lost.values()))
+        if not {*self._world} & {*lost}:
+            return  # it had left, or not come
+        summons = self._losses.summons(self._world, lost, self._layout, self._generation + 1)
+        self._request, self._number = Request(id=f"loss-{summons.generation}", verb="stop"), -1
+        self._generation = summons.generation
+        put_up(self._meeting.run, summons)
+        self._enter(summons)
+        self._job.announce(f"{summons.why}. Going on with {len(summons.new)} ranks in {summons.layout}.")
+
+    def _cut_short(self, summons: Summons, why: str) -> None:
+        """A crossing into which a loss has fallen: whether it stands is decided now, if it was not before."""
+        committed = self._losses.cut_short(summons, why)
+        if self._number >= 0:  # else whoever is rank 0 next would take up what the one before was asked
+            told = Answer(outcome="done" if committed else "aborted", message=why)
+            self._meeting.board.answer(self._number, told.to_json())
+            self._desk.serve()
+        if summons.stage in {"coming", "asked"}:
+            self._enter(summons.at("done") if committed else summons.at("undone", why))
+        self._settle(summons)
 
     def _begin(self, request: Request) -> None:
         """Summon who is to come, or answer at once."""
@@ -272,7 +307,9 @@ class Lead:
         following = advance(summons, sight)
         if following != summons:
             self._enter(following)
-        elif summons.stage == "asked" and self._number < 0 and set(sight.heard.values()) == {summons.mark}:
+        elif summons.lost and summons.stage == "asked" and sight.waited > MEND_SECONDS:
+            raise RunFailedError(f"{summons.why}; the others have not gone on within {MEND_SECONDS:g} s")
+        elif summons.stage == "asked" and not sight.published and set(sight.heard.values()) == {summons.mark}:
             self._number = self._desk.ask(self._request, summons.arguments)
         elif is_over(summons, sight, self._job.leave_seconds):
             self._settle(summons, stuck=sorted(set(summons.going) & set(sight.living)))
@@ -289,9 +326,12 @@ class Lead:
             living=self._living(),
             heard={node: status.heard for node, status in statuses.items()},
             stopping=stopping,
-            published=self._number >= 0,
-            answer=self._desk.heard(self._number) if self._number >= 0 else None,
+            published=self._number >= 0 or bool(summons.lost),
+            answer=self._losses.outcome(summons) if summons.lost else self._heard(),
         )
+
+    def _heard(self) -> Answer | None:
+        return self._desk.heard(self._number) if self._number >= 0 else None
 
     def _enter(self, summons: Summons) -> None:
         """Tell everybody of a stage."""
@@ -304,6 +344,7 @@ class Lead:
             if self._loans.settle(self._request.verb, map(self._spot, summons.leavers), summons.layout):
                 self._log.write("lent", id=self._request.id, places=self._loans.words(self._loans.spots))
             self._world, self._layout = summons.new, summons.layout
+            self._losses.crossed(summons)
             self._in_generation = summons.generation
         self._meeting.board.post(SUMMONS, summons.to_json())
         self._reserve.call(summons.coming)
@@ -317,11 +358,14 @@ class Lead:
             newcomers=list(summons.coming),
             leavers=list(summons.leavers),
             layout=summons.layout,
-            reason=summons.reason,
+            reason=summons.reason or summons.why,
+            lost=list(summons.lost),
         )
 
     def end(self) -> None:
         """The run has ended: a crossing that is open is over with it, and whoever asked hears of that."""
+        if self._summons is not None and self._summons.lost:
+            self._summons = None
         if self._summons is not None:
             sight = replace(self._sight(self._summons, stopping=True), living=())
             if (following := advance(self._summons, sight)) != self._summons:
@@ -336,7 +380,17 @@ class Lead:
         Args:
             summons: as it has come out.
             stuck: members that were killed and are not gone.
+
+        Raises:
+            RunFailedError: what was left after a loss could not go on.
         """
+        if summons.lost:
+            self._summons = None
+            if summons.stage == "undone":
+                raise RunFailedError(f"{summons.why}; and the run cannot go on: {summons.reason}")
+            if summons.stage == "done" and (request := self._losses.replacement()) is not None:
+                self._desk.scale(request)
+            return
         heard = self._desk.heard(self._number) if self._number >= 0 else None
         answer = heard or Answer(outcome="aborted", message=summons.reason)
         if self._request.verb == "lend" and answer.outcome == "done":

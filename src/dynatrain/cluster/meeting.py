@@ -54,6 +54,8 @@ class Job:
         interface: of the network, for the ranks; empty for what torch finds.
         claim: of an agent that comes later than the first world; its place is not known before it is admitted.
         lease: on the run; None on other nodes than 0.
+        survives: whether ranks go on, by themselves, without members that are lost.
+        replacements: how many lost members are replaced, where there is room, over the whole attempt.
     """
 
     run: RunFolder
@@ -74,6 +76,8 @@ class Job:
     interface: str = ""
     claim: Claim | None = None
     lease: Lease | None = None
+    survives: bool = False
+    replacements: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,6 +122,8 @@ class Part:
 
     def _begin(self, summons: Summons) -> None:
         """Do at once what a stage asks for."""
+        if summons.lost:
+            self._begin_anew(summons)
         if summons.stage == "coming":
             self.lost = ""
             told = self._told(summons.newcomers, summons.new, summons.generation)
@@ -139,11 +141,21 @@ class Part:
             self._ranks.kill(self._here(summons.coming))
         self.heard = summons.mark
 
+    def _begin_anew(self, summons: Summons) -> None:
+        """After a loss: how the crossing before has come out, this agent need not have heard, nor of this one's stages.
+
+        Who is in neither world, or is taken for lost and lives, is ended: it would train on beside the others.
+        """
+        self.world = summons.old
+        strangers = {*self._ranks.living} - {*summons.survivors, *summons.coming, *self._spares}
+        self._pulse.forget(strangers | {*summons.lost})
+        self._ranks.kill(strangers)
+
     def _go_on(self, summons: Summons, now: float) -> None:
         """Do what a stage asks for in time."""
         if summons.is_open and not self.lost:
             self.lost = self._lost(summons)
-        if summons.stage == "asked" and self.lost:
+        if summons.stage == "asked" and self.lost and not summons.lost:
             crossing = crossing_board(self._store, summons.generation, summons.holders)
             crossing.give_up(summons.generation, self.lost)
         if summons.stage == "done" and now - self._since > self._leave_seconds:

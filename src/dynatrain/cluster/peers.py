@@ -24,6 +24,7 @@ class Status:
         living: members whose processes live on its node.
         heard: the crossing and the stage that it has acted on (``Summons.mark``).
         lost: newcomers of its node that cannot take part, in words.
+        fallen: ``(member, what has become of it)`` of members of the world that are gone from its node.
     """
 
     number: int = 0
@@ -34,6 +35,7 @@ class Status:
     living: tuple[int, ...] = ()
     heard: str = ""
     lost: str = ""
+    fallen: tuple[tuple[int, str], ...] = ()
 
 
 ROSTER = "roster"
@@ -112,19 +114,27 @@ class Peers:
         """``(node, signal)`` of an agent that was asked to end; ``(-1, 0)`` where none was."""
         return next(((n, s.signal) for n, s in self._seen.items() if s.state == "stopping"), (-1, 0))
 
-    def failure(self, patience: float) -> str:
+    def failure(self, patience: float, *, survives: bool = False) -> str:
         """Why the run cannot go on, as far as the others are concerned; empty where it can.
 
         Args:
             patience: seconds of silence after which an agent counts as lost.
+            survives: whether it goes on without a node, other than 0, whose agent is lost.
         """
         for node, status in self._seen.items():
             if status.state == "failed":
                 return f"node {node} failed: {status.reason}"
-            quiet = self._clock() - self._changed[node]
-            if status.state not in {"done", "left"} and quiet > patience:
-                return f"the agent of node {node} is silent for {quiet:.1f} s"
-        return ""
+        silent = self.silent(patience)
+        return silent.get(0, "") if survives else next(iter(silent.values()), "")
+
+    def silent(self, patience: float) -> dict[int, str]:
+        """The nodes whose agents are silent for longer than ``patience`` seconds, and what to say of each."""
+        quiet = {node: self._clock() - since for node, since in self._changed.items()}
+        return {
+            node: f"the agent of node {node} is silent for {seconds:.1f} s"
+            for node, seconds in sorted(quiet.items())
+            if self._seen[node].state not in {"done", "left"} and seconds > patience
+        }
 
     def is_lost(self, node: int, patience: float) -> bool:
         """Whether another agent has gone by itself, or is silent for longer than ``patience`` seconds."""
@@ -143,4 +153,5 @@ class Peers:
 
 def _read(text: str) -> Status:
     found = json.loads(text)
-    return Status(**{**found, "living": tuple(found["living"])})
+    fallen = tuple((member, why) for member, why in found.get("fallen", ()))
+    return Status(**{**found, "living": tuple(found["living"]), "fallen": fallen})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.distributed import Store
 
+from dynatrain.cluster.alarm import Alarm
 from dynatrain.cluster.board import Board
 from dynatrain.cluster.context import RankContext
 from dynatrain.cluster.heart import Heart
@@ -56,6 +57,7 @@ def take_seat(context: RankContext) -> Iterator[Seat]:
             world_size=context.world_size,
             generation=context.generation,
             joins=context.joins,
+            alarm=Alarm(run, joins=context.joins),
         )
         yield Seat(context=context, board=worlds.requests, worlds=worlds, heart=heart, store=groups)
 

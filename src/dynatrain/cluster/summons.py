@@ -15,6 +15,10 @@ stage       what agents do                                          what comes n
 ``done``    give leavers a while to end, then kill them             all of them are gone: the request is answered
 ``undone``  kill their newcomers                                    likewise; the world is as it was
 ==========  ======================================================  ===================================================
+
+A *loss* is a summons, too: of what is left of a world that has lost members. Nobody asks for it, so nothing is
+published and no answer awaited: ranks hear by their alarm (:mod:`dynatrain.cluster.alarm`), and whether they have
+crossed is read off the crossing's board. See :mod:`dynatrain.cluster.lost`.
 """
 
 import json
@@ -58,6 +62,8 @@ class Summons:
         mode: of the switch; empty for the run's own.
         stage: see the module's text.
         reason: why it was given up.
+        lost: members of the old world that are gone.
+        why: what has become of them, in words.
     """
 
     generation: int
@@ -68,10 +74,17 @@ class Summons:
     mode: str = ""
     stage: Stage = "coming"
     reason: str = ""
+    lost: tuple[int, ...] = ()
+    why: str = ""
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """Members of the old world that are not lost, by old rank."""
+        return tuple(member for member in self.old if member not in self.lost)
 
     @property
     def leavers(self) -> tuple[int, ...]:
-        """Members of the old world alone."""
+        """Members of the old world alone, lost ones among them."""
         return tuple(member for member in self.old if member not in self.new)
 
     @property
@@ -82,7 +95,7 @@ class Summons:
     @property
     def holders(self) -> int:
         """How many take part."""
-        return len(self.old) + len(self.newcomers)
+        return len(self.survivors) + len(self.newcomers)
 
     @property
     def going(self) -> tuple[int, ...]:
@@ -118,7 +131,8 @@ class Summons:
         """Read what :meth:`to_json` wrote."""
         found = json.loads(text)
         newcomers = tuple(Newcomer(**one) for one in found["newcomers"])
-        return cls(**{**found, "old": tuple(found["old"]), "new": tuple(found["new"]), "newcomers": newcomers})
+        members = {name: tuple(found[name]) for name in ("old", "new", "lost")}
+        return cls(**{**found, **members, "newcomers": newcomers})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from dynatrain.cluster.causes import SAVED, ended_badly, first_cause, names, say_end
 from dynatrain.cluster.context import Report
 from dynatrain.cluster.heart import Pulse
+from dynatrain.cluster.lost import is_lost
 from dynatrain.cluster.part import Part
 from dynatrain.cluster.peers import Peers
 from dynatrain.cluster.ranks import Ranks
@@ -25,6 +26,11 @@ class Vitals:
         patience: seconds without a sign of life after which somebody is lost.
         pause: sleeps for some seconds.
         logs: the folder in which ranks print their stacks.
+        survives: whether the run can go on without members that are lost.
+
+    Attributes:
+        fallen: members of this node that are lost, and what has become of each; what has become of the run then is for
+            the leading agent to say.
     """
 
     def __init__(
@@ -37,6 +43,7 @@ class Vitals:
         patience: float,
         pause: Callable[[float], None],
         logs: Path,
+        survives: bool = False,
     ) -> None:
         self._ranks = ranks
         self._pulse = pulse
@@ -45,6 +52,8 @@ class Vitals:
         self._patience = patience
         self._pause = pause
         self._logs = logs
+        self._survives = survives
+        self.fallen: dict[int, str] = {}
         self._first_bad = 0.0  # when the first rank failed, and when the first one ended well; 0 while none has
         self._first_good = 0.0
 
@@ -55,21 +64,39 @@ class Vitals:
             now: seconds, monotonic.
             stopping: the ranks were asked to end, and have a time set to do so.
         """
-        if trouble := self._peers.failure(self._patience):
+        if trouble := self._peers.failure(self._patience, survives=self._survives):
             return trouble
         if stopping and self._peers.any_done():
             return ""  # what ends now may end because another node has killed its ranks
-        bound = self._part.bound
+        if self._survives and not stopping:
+            self._note_fallen()
+        bound = tuple(member for member in self._part.bound if member not in self.fallen)
         living = [member for member in bound if member in self._ranks.living]
         if any(end.member in bound and ended_badly(end) for end in self._ends()):
             self._first_bad = self._first_bad or now
             return self._cause() if now - self._first_bad >= SETTLE_SECONDS or not living else ""
         return "" if stopping else self._silence(living) or self._lateness(now, bound, living)
 
+    def _note_fallen(self) -> None:
+        """Take in who is lost. One that is silent is killed: it could come back, and train on beside the others."""
+        for end in self._ends():
+            if end.member in self._part.bound and end.member not in self.fallen and is_lost(end):
+                self.fallen[end.member] = self._say(end)
+        bound = [one for one in self._part.bound if one in self._ranks.living and one not in self.fallen]
+        if said := self._silence(bound):
+            silent = [member for member in self._pulse.silent(self._patience) if member in bound]
+            self.fallen |= dict.fromkeys(silent, said)
+            self._ranks.kill(silent)
+
     def _cause(self) -> str:
         """The first bad end; it may be that of a leaver, which alone would not have mattered."""
-        cause = first_cause(filter(ended_badly, self._ends()))
-        return f"{self._part.name(cause.member)} {say_end(cause)}, in {self._pulse.last(cause.member)}"
+        bad = [end for end in self._ends() if ended_badly(end)]
+        said = self._say(first_cause([end for end in bad if end.member not in self.fallen] or bad))
+        lost = "; ".join(self.fallen.values())
+        return f"{lost}; then {said}" if lost and lost not in said else said
+
+    def _say(self, end: Report) -> str:
+        return f"{self._part.name(end.member)} {say_end(end)}, in {self._pulse.last(end.member)}"
 
     def _silence(self, living: list[int]) -> str:
         silent = [member for member in self._pulse.silent(self._patience) if member in living]
@@ -93,7 +120,8 @@ class Vitals:
 
     def over(self) -> bool:
         """Whether the run is over on this node; one that has no ranks at the moment waits for the others."""
-        members, summons = self._part.members, self._part.summons
+        summons = self._part.summons
+        members = tuple(member for member in self._part.members if member not in self.fallen)
         undecided = summons is not None and summons.stage == "asked"
         ended = not set(members) & set(self._ranks.living) and not undecided
         return ended and (bool(members) or self._peers.any_done())

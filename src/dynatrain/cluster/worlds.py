@@ -3,25 +3,41 @@
 The run's own board (requests, answers, beats) outlives all worlds.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.distributed import PrefixStore, Store
 
+from dynatrain.cluster.alarm import Alarm
 from dynatrain.cluster.board import Board
 
-
-def world_board(run: Store, generation: int, world_size: int) -> Board:
-    """The board of one world: its turns and votes, counted by rank."""
-    return Board(PrefixStore(f"world/{generation}", run), world_size)
+COMMIT = "crossing/commit"
+"""Topic of the question by which a crossing is committed; its decision has ``abort`` in it where it was not."""
 
 
-def crossing_board(run: Store, generation: int, holders: int) -> Board:
-    """The board of the crossing into a world, counted by holder.
+Broken = Callable[[], str]
+
+
+def world_board(run: Store, generation: int, world_size: int, broken: Broken = str) -> Board:
+    """The board of one world: its turns and votes, counted by rank.
+
+    Args:
+        run: the run's store.
+        generation: of the world.
+        world_size: its ranks.
+        broken: as of :class:`~dynatrain.cluster.board.Board`.
+    """
+    return Board(PrefixStore(f"world/{generation}", run), world_size, broken=broken)
+
+
+def crossing_board(run: Store, generation: int, holders: int, broken: Broken = str) -> Board:
+    """The board of the crossing into a world, counted by holder; arguments as of :func:`world_board`.
 
     Where it begins is decided under the number ``generation``: ``give_up(generation, why)`` ends it before it has
-    begun, for an agent, too, that sees a newcomer die.
+    begun, for an agent, too, that sees a newcomer die. That it was committed stands until the next crossing clears the
+    board: after a loss the leading agent has to know.
     """
-    return Board(PrefixStore(f"crossing/{generation}", run), holders)
+    return Board(PrefixStore(f"crossing/{generation}", run), holders, broken=broken, lasting=(COMMIT,))
 
 
 def forget_others(run: Store, *generations: int) -> None:
@@ -48,6 +64,7 @@ class Worlds:
         world_size: ranks of that world.
         generation: of that world.
         joins: whether that world is yet to come, and this process a newcomer.
+        alarm: rings when members are lost; None where that ends the run.
     """
 
     run: Store
@@ -57,6 +74,7 @@ class Worlds:
     world_size: int
     generation: int = 0
     joins: bool = False
+    alarm: Alarm | None = None
 
     @property
     def requests(self) -> Board:
@@ -65,4 +83,16 @@ class Worlds:
 
     def board(self) -> Board:
         """The board of the world in which this process begins."""
-        return world_board(self.run, self.generation, self.world_size)
+        return self.world(self.generation, self.world_size)
+
+    def world(self, generation: int, world_size: int) -> Board:
+        """The board of one world, broken once one of its members is lost."""
+        return world_board(self.run, generation, world_size, self._broken(generation))
+
+    def crossing(self, generation: int, holders: int) -> Board:
+        """The board of a crossing, broken once one of its holders is lost."""
+        return crossing_board(self.run, generation, holders, self._broken(generation))
+
+    def _broken(self, generation: int) -> Broken:
+        alarm = self.alarm
+        return lambda: alarm.words(generation) if alarm else ""

@@ -183,6 +183,19 @@ class Save(Section):
     """Seconds from SIGTERM to the last save's end; then all ranks are ended, saved or not."""
 
 
+class Loss(Section):
+    """What is done against the loss of ranks without warning, beside copies and checkpoints."""
+
+    snapshot_steps: WholeNumber = 0
+    """Steps between two snapshots in memory: of all that a rank trains with in its own, of what it alone has in that of
+    another; a run that loses ranks goes back that many steps at most. 0 for none."""
+    snapshot_mib_per_second: Positive = 50.0
+    """Most that a rank sends of a snapshot, in MiB a second."""
+    replacements: WholeNumber = 0
+    """How many lost ranks are replaced by themselves, from one start of the run to its end: the run goes on without
+    them at once, and is scaled back to the layout before as soon as that is done; 0 for none."""
+
+
 class Switch(Section):
     """One scheduled change of layout."""
 
@@ -217,5 +230,6 @@ class RunConfig(Section):
     validation: Validation = Validation()
     switching: Switching = Switching()
     save: Save = Save()
+    loss: Loss = Loss()
     switch: tuple[Switch, ...] = ()
     """Scheduled changes of layout, in the order of their steps."""

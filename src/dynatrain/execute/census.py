@@ -9,6 +9,7 @@ looking at the old pieces again, which in ``tight`` mode are gone.
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -88,6 +89,7 @@ def digest_vector(
     cut: Ownership,
     rank: int,
     go_on: Callable[[], None] = lambda: None,
+    lost: Mapping[int, Mapping[Granule, Piece]] = MappingProxyType({}),
 ) -> torch.Tensor:
     """This rank's share: int64, to be added up over the ranks with wrap-around.
 
@@ -98,16 +100,18 @@ def digest_vector(
         cut: whose cells the digests are kept for: the new ownership, before and after a switch.
         rank: this rank.
         go_on: called before each granule; what it raises ends the work.
+        lost: pieces of ranks that are lost, for which this one answers: a copy's or a keeper's take their place.
     """
     found: list[int] = []
     for granule, grid, cells in _walk(catalogue, ownership, cut):
         go_on()
         slots = [0] * (grid.copies * len(cells))
-        if rank in grid.holders:
-            piece, copy = pieces[granule], grid.holders[rank][0]
-            for index, cell in enumerate(cells):
-                slots[copy * len(cells) + index] = digest_within(piece.tensor, piece.box, cell)
-        found += slots
+        for holder, its in ((rank, pieces), *lost.items()):
+            if holder in grid.holders and granule in its:
+                piece, copy = its[granule], grid.holders[holder][0]
+                for index, cell in enumerate(cells):
+                    slots[copy * len(cells) + index] += digest_within(piece.tensor, piece.box, cell)
+        found += [value % MODULUS for value in slots]
     return torch.tensor([value - MODULUS if value >= MODULUS // 2 else value for value in found], dtype=torch.int64)
 
 

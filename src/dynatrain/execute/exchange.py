@@ -15,11 +15,11 @@ import torch
 import xxhash
 
 from dynatrain.execute.pages import memory_of, touch
-from dynatrain.execute.pieces import Pieces, Pool
+from dynatrain.execute.pieces import Piece, Pieces, Pool
 from dynatrain.execute.transport import Message, Pending, Transport
 from dynatrain.execute.wire import DEPTH, FAN, Bundle, Item, Route, Wave, room, routes
-from dynatrain.plan.plan import RankPlan
-from dynatrain.space.box import Box, tiles, whole, within
+from dynatrain.plan.plan import Granule, RankPlan
+from dynatrain.space.box import Box, intersect, tiles, whole, within
 from dynatrain.space.tensor import Catalogue
 
 
@@ -59,6 +59,7 @@ class Exchange:
         pool: gives staging memory, at most :func:`staging_bound`, until :meth:`release`.
 
     Attributes:
+        kept: what this rank may be asked for beside its own old pieces: after a loss, pieces of its wards.
         plan: the rank's part.
         catalogue: the tensors that the plan numbers.
         transport: joins the ranks.
@@ -73,6 +74,7 @@ class Exchange:
         self.transport = transport
         self.pool = pool
         self.routes = routes(plan, catalogue, transport.size, transport.direct)
+        self.kept: dict[Granule, list[Piece]] = {}
         self.ledger: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._rank = plan.rank
         self._longest = _longest(self.routes)
@@ -135,7 +137,7 @@ class Exchange:
                 _Parcel(Message(peer, view), (_Slot(stream, view, None),))
                 for peer in route.direct
                 for stream in streams_of.get(peer, ())
-                for view in [_rows(_view(pieces, stream.item, stream.item.box))]
+                for view in [_rows(_view(self._piece(pieces, stream.item.granule, stream.item.box), stream.item.box))]
             ]
             for streams_of, pieces in ((sums.sent, old), (sums.received, new))
         )
@@ -197,7 +199,11 @@ class Exchange:
         """Messages over the memory that their bytes come from or go to; a staging buffer that they need is added."""
         streams, buffer, start = streams_of[bundle.peer], None, 0
         for frame in bundle.frames:
-            views = [_view(pieces, streams[part.item].item, part.box) for part in frame.parts]
+            items = [streams[part.item].item for part in frame.parts]
+            views = [
+                _view(self._piece(pieces, item.granule, part.box), part.box)
+                for item, part in zip(items, frame.parts, strict=True)
+            ]
             if len(views) == 1 and views[0].is_contiguous():
                 slots = (_Slot(streams[frame.parts[0].item], views[0], None),)
                 yield _Parcel(Message(bundle.peer, _bytes(views[0])), slots)
@@ -213,6 +219,13 @@ class Exchange:
             )
             yield _Parcel(Message(bundle.peer, data), slots)
 
+    def _piece(self, pieces: Pieces, granule: Granule, box: Box) -> Piece:
+        """The piece that has ``box``."""
+        own = pieces.get(granule)
+        if granule not in self.kept or (own is not None and intersect(own.box, box) == box):
+            return pieces[granule]
+        return next(piece for piece in self.kept[granule] if intersect(piece.box, box) == box)
+
     def _buffer(self) -> torch.Tensor:
         if self._free:
             return self._free.pop()
@@ -222,7 +235,7 @@ class Exchange:
     def _relay(self, relays: Sequence[Item], old: Pieces, new: Pieces) -> None:
         """Lay out anew what stays on this rank."""
         for item in relays:
-            source, target = old[item.granule], new[item.granule]
+            source, target = self._piece(old, item.granule, item.box), new[item.granule]
             target.tensor[within(item.box, target.box)] = source.tensor[within(item.box, source.box)]
             self.ledger[self._rank, self._rank] += item.nbytes
 
@@ -313,8 +326,7 @@ def _together(waves: Sequence[Wave]) -> int:
     return max((sum(bundles[first : first + DEPTH]) for first in range(len(bundles))), default=0)
 
 
-def _view(pieces: Pieces, item: Item, box: Box) -> torch.Tensor:
-    piece = pieces[item.granule]
+def _view(piece: Piece, box: Box) -> torch.Tensor:
     return piece.tensor if box == piece.box else piece.tensor[within(box, piece.box)]
 
 

@@ -132,21 +132,11 @@ class GroupTransport:
         return _Works(works, self._arriving)
 
     def close(self) -> None:
-        """Tear the group's connections down; see :class:`Transport`. May be called again, and from any thread.
-
-        Gloo has no call that interrupts (``abort`` does not), but a receive that runs out of time closes every
-        connection of its group, on which all ranks see "connection closed by peer" within milliseconds.
-        """
-        if self._batched:
-            self._group.abort()
-            return
-        _finished(self._arriving)
-        self._arriving.clear()
-        for index in range(len(self._index)):
-            if index != self._group.rank():
-                # Raises always: "timed out" is the wanted effect, "closed" means that this pair is down already.
-                with suppress(RuntimeError):
-                    self._group.recv([torch.empty(1)], index, _UNUSED_TAG).wait(_TICK)
+        """Tear the group's connections down; see :class:`Transport`. May be called again, and from any thread."""
+        if not self._batched:
+            _finished(self._arriving)
+            self._arriving.clear()
+        sever(self._group)
 
     def _post_batch(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
         """NCCL wants all transfers that must progress together in one batch."""
@@ -156,6 +146,23 @@ class GroupTransport:
             for message in messages
         ]
         return dist.batch_isend_irecv(operations) if operations else []
+
+
+def sever(group: dist.ProcessGroup) -> None:
+    """Close all connections of a group, from any thread: who waits in one of its operations, here or elsewhere, raises.
+
+    Gloo has no call that interrupts (``abort`` does not), but a receive that runs out of time closes every connection
+    of its group, on which all ranks see "connection closed by peer" within milliseconds. NCCL's ``abort`` does it,
+    has never been executed yet: it needs two devices. The group is of no further use.
+    """
+    if group.name() == "nccl":
+        group.abort()
+        return
+    for index in range(group.size()):
+        if index != group.rank():
+            # Raises always: "timed out" is the wanted effect, "closed" means that this pair is down already.
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], index, _UNUSED_TAG).wait(_TICK)
 
 
 class _Works:

@@ -100,6 +100,13 @@ def balance(part: nn.Module, total: Callable[[Tensor], Tensor], rate: float) -> 
 
 
 @torch.no_grad()
+def loads(part: nn.Module, total: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """What :func:`balance` asks ``total`` for, before the step's update; None where there is nothing to balance."""
+    routers = _biased(part)
+    return total(torch.stack([router.tokens_per_expert for router in routers])) if routers else None
+
+
+@torch.no_grad()
 def total_counts(part: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
     """Where a part of a step ends: let each counter hold the count of all ranks, as copies must that a switch moves.
 

@@ -10,8 +10,8 @@ place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
 ``rank_stopped``    ``rank, member, pid, signal``: halted by a signal, for example SIGSTOP; not an end yet
 ``rank_continued``  ``rank, member, pid``
 ``rank_ended``      ``rank, member, pid, code, signal, by_agent, error, step, phase, switch``: each end, also a good one
-``crossing``        ``id, world, stage, members, nodes, newcomers, leavers, layout, reason``: the way to the world of
-                    that number, a line for each stage: ``coming``, ``asked``, then ``done`` or ``undone``; ``nodes``
+``crossing``        ``id, world, stage, members, nodes, newcomers, leavers, layout, reason, lost``: the way to the world
+                    of that number, a line for each stage: ``coming``, ``asked``, then ``done`` or ``undone``; ``nodes``
                     are those of the members
 ``newcomer``        ``rank, member, pid``: forked for a world to come
 ``lent``            ``id, places``: places of the run that another program has from now on, all of them; empty for none
@@ -28,6 +28,9 @@ place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
 ``agent_ended``     ``exit, seconds``: nothing of the run is left on this node
 ``save``            ``step, outcome, message``: a checkpoint is complete, or could not be made
 ``load``            ``step, checkpoint, layout``: the run went on from there
+``loss``            ``switch, lost [{rank, member}], why, step, now, files, bytes, why_no_newer, redone, seconds``:
+                    lost at step ``now``; the others went on from ``step``, of which every box was left
+``snapshot``        ``step, seconds, own_bytes, sent_bytes, keeper``: taken against losses, whole on rank 0; by rank
 ``not_admitted``    ``member, reason``: a newcomer whose crossing was given up; its process ends with code 0
 ``switch``          ``switch, phase, ...``: one line for each phase of a switch, then one with its outcome
 ==================  =========================================================================================
@@ -71,7 +74,9 @@ KINDS = frozenset(
         "overdue",
         "parking",
         "save",
+        "snapshot",
         "load",
+        "loss",
         "not_admitted",
         "switch",
         "step",
@@ -86,6 +91,7 @@ _NEEDED_OF: dict[str, dict[str, Rule]] = {
     "validation": {"step": count, "loss": number, "samples": count},
     "switch": {"switch": count, "phase": text},
     "save": {"step": count, "outcome": text},
+    "loss": {"step": count, "now": count, "why": text},
     "agent_started": {"world_size": count, "nodes": count},
     "lent": {"places": lambda value: isinstance(value, str)},
     "parking": {"step": count, "parked": flag},

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from dynatrain.cluster.worlds import crossing_board
 from dynatrain.layout.layout import Layout
 from dynatrain.train.agreement import words_of
 from dynatrain.train.announcement import Announcement, NotAdmittedError
@@ -53,7 +52,7 @@ def arrive(party: Party) -> Arrival:
     """
     assert party.worlds is not None
     generation = party.generation
-    told = Announcement.wait(crossing_board(party.worlds.run, generation, 0), generation)
+    told = Announcement.wait(party.worlds.crossing(generation, 0), generation)
     party.members = told.order.members
     party.note_step(told.seconds)
     way = arrival(party, told.crossing, told.order)

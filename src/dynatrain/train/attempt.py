@@ -14,6 +14,8 @@ board, never in a collective, which would hang with the rank that is missing.
 import gc
 import json
 import time
+from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +23,11 @@ import torch
 
 from dynatrain.execute.census import DigestReport
 from dynatrain.execute.pages import give_up_spare
-from dynatrain.execute.pieces import Pieces
+from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.execute.rounds import Executor
+from dynatrain.plan.left import Left
+from dynatrain.plan.plan import Granule
+from dynatrain.space.box import Box
 from dynatrain.train.account import Account, displaced, mismatches, take
 from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError, objection_of
 from dynatrain.train.check import Check
@@ -62,6 +67,7 @@ class Attempt(Preparation):
     _collects: bool = False
     _executor: Executor | None = None
     _old_pieces: Pieces = field(default_factory=dict)
+    _live_pieces: Pieces = field(default_factory=dict)
     _object_states: dict[str, Any] | None = None
     _old_leaves: dict[str, torch.Tensor] = field(default_factory=dict)
     _streams: Streams | None = None
@@ -101,9 +107,13 @@ class Attempt(Preparation):
             self._channel.at("quiesce")
             if self.way.crossing is not None and self.party.rank == 0:
                 self._tell()
-            self._old_pieces = stand_still(
+            self._live_pieces = self._old_pieces = stand_still(
                 self.party, self.old, self.target, inside=bool(self.order.after), gives_up=self._tight
             )
+            if self._goes_back:
+                self._old_pieces = self.note.own if self.note is not None else {}
+            if self.loss is not None:
+                self._proved.stand_in(self.loss, self._old_pieces, self._kept)
             facts = facts_of(self.way, self.old, self.new)
             if self._compares_first:
                 self._proved.note(self._old_pieces)
@@ -155,6 +165,8 @@ class Attempt(Preparation):
                 hook=self._channel.at,
             )
             self._executor.run(self.party.deadline)
+            if self._files is not None:
+                self._files.fill(self._executor.new, self._fetches)
             assert self.new is not None
             self._object_states = remember(self.party, self.old)
             self._old_leaves = leaf_values(self.old)
@@ -177,6 +189,25 @@ class Attempt(Preparation):
             self._take_account(self.new)
         elif not self.way.leaves:
             bind(self.party, self.old, self.new, self._executor.new)
+            if self._files is not None and self.way.after is not None:
+                self._files.take_rest(self.new, self.way.after.rank, self.party.device)
+            elif self.note is not None:
+                self.note.take_rest(self.new, self.party.device)
+
+    def _kept(self, owner: int, boxes: Mapping[Granule, Box]) -> Mapping[Granule, Piece]:
+        """Pieces of the loss's step that this rank answers for and does not train with."""
+        ward = self.wards.get(owner, {})
+        rest = {granule: box for granule, box in boxes.items() if granule not in ward}
+        found = {granule: ward[granule] for granule in boxes if granule in ward}
+        if not rest:
+            return found
+        assert self._files is not None
+        return ChainMap(found, self._files.pieces(rest))  # type: ignore[arg-type]  # each is read when it is asked for
+
+    @property
+    def _goes_back(self) -> bool:
+        """Whether a loss has thrown the run back to an earlier step than that of the pieces that are trained with."""
+        return self.loss is not None and not Left(self.loss).live
 
     def _take_account(self, new: World) -> None:
         account = Account.from_text(self.party.board.peek(_ACCOUNT) or "")
@@ -235,7 +266,11 @@ class Attempt(Preparation):
 
     def _commit(self) -> None:
         assert self._executor is not None
-        self._executor.release()
+        if self._goes_back:
+            for piece in self._live_pieces.values():
+                self.party.memory.give_back(piece)
+        else:
+            self._executor.release()
         assert self.new is not None
         forget(self.party, self.new)
         self.way.commit(self.new)

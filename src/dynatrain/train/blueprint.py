@@ -12,7 +12,7 @@ from dynatrain.observe.modes import mode_problem
 from dynatrain.plan.build import rank_plan, whole_plan
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.hashes import received_hash, sent_hash
-from dynatrain.plan.plan import RankPlan, Schedule
+from dynatrain.plan.plan import Fetch, Loss, RankPlan, Schedule
 from dynatrain.plan.record import PlanRecord, record_of
 from dynatrain.plan.schedule import (
     STAGING_BYTES,
@@ -77,7 +77,16 @@ class Blueprint:
 
 
 def draw(
-    party: Party, mode: str, old: World, new: World, topic: str, *, members: tuple[int, ...] = (), whole: bool
+    party: Party,
+    mode: str,
+    old: World,
+    new: World,
+    topic: str,
+    *,
+    members: tuple[int, ...] = (),
+    whole: bool,
+    loss: Loss | None = None,
+    reads: Callable[[int], tuple[Fetch, ...]] | None = None,
 ) -> Blueprint:
     """Plan the switch, judge it, and agree with all ranks that both ends of every move are planned alike.
 
@@ -89,6 +98,8 @@ def draw(
         topic: of the questions; never used before.
         members: of a crossing, the holder of each new rank.
         whole: whether this rank is to know the whole plan: rank 0 at least.
+        loss: of old ranks; None where all are there.
+        reads: what a rank reads from files then; None where nothing is read.
 
     Raises:
         SwitchAbortedError: no order of hand-overs fits, the judge refuses, or the ranks' plans differ.
@@ -100,7 +111,7 @@ def draw(
     blueprint, hashes, objection = None, None, None
     schedule, budget = _agree_on_rounds(party, mode, old, new, free, f"{topic}/rounds")
     try:
-        blueprint, hashes = _draw_own(party, old, new, schedule, budget, members if whole else None)
+        blueprint, hashes = _draw_own(party, old, new, schedule, budget, members if whole else None, loss, reads)
     except Exception as problem:  # noqa: BLE001 - told to all ranks
         objection = objection_of(problem)
     told = exchange(
@@ -151,10 +162,13 @@ def _draw_own(
     schedule: Schedule,
     budget: int | None,
     members: tuple[int, ...] | None,
+    loss: Loss | None,
+    reads: Callable[[int], tuple[Fetch, ...]] | None,
 ) -> tuple[Blueprint, list[int]]:
     """This rank's blueprint, and its part of the hashes of all sends and all receives.
 
-    The whole plan is drawn where ``members`` are given: see :func:`draw`.
+    The whole plan is drawn where ``members`` are given: see :func:`draw`. After a loss there is no record of it yet:
+    the record knows of no lost ranks.
 
     Raises:
         PlanError: the judge refuses.
@@ -164,29 +178,35 @@ def _draw_own(
     catalogue, before, after = old.catalogue, old.ownership, new.ownership
     adoptable = may_adopt(old, after)
     table = _table(old, new)
+    nodes = None if loss else party.ranks_per_node
     part = rank_plan(
-        catalogue, before, after, party.rank, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable
+        catalogue, before, after, party.rank, schedule, ranks_per_node=nodes, adoptable=adoptable, loss=loss
     )
-    verdict = judge_rank(catalogue, before, after, part, budget_bytes=budget)
+    fetches = (
+        {rank: reads(rank) for rank in (after.layout.ranks if members is not None else [party.rank])} if reads else {}
+    )
+    own_fetches = {party.rank: fetches[party.rank]} if party.rank in fetches else {}
+    verdict = judge_rank(catalogue, before, after, part, budget_bytes=budget, loss=loss, fetches=own_fetches)
     problems, coverage, summary, record = list(verdict.problems), verdict.coverage, None, None
     if members is not None:
-        every = whole_plan(catalogue, before, after, schedule, ranks_per_node=party.ranks_per_node, adoptable=adoptable)
-        all_ranks = judge_whole(catalogue, before, after, every, budget_bytes=budget)
+        every = whole_plan(catalogue, before, after, schedule, ranks_per_node=nodes, adoptable=adoptable, loss=loss)
+        all_ranks = judge_whole(catalogue, before, after, every, budget_bytes=budget, loss=loss, fetches=fetches)
         problems += all_ranks.problems
         coverage = all_ranks.coverage
-        summary = summarise(catalogue, before, after, every, table, ranks_per_node=party.ranks_per_node)
-        record = record_of(
-            catalogue,
-            before,
-            after,
-            every,
-            summary,
-            members=members,
-            budget_bytes=0 if budget is None else budget + STAGING_BYTES,
-            round_bytes=party.round_bytes,
-            ranks_per_node=party.ranks_per_node,
-            adoptable=adoptable,
-        )
+        summary = summarise(catalogue, before, after, every, table, ranks_per_node=nodes)
+        if loss is None:
+            record = record_of(
+                catalogue,
+                before,
+                after,
+                every,
+                summary,
+                members=members,
+                budget_bytes=0 if budget is None else budget + STAGING_BYTES,
+                round_bytes=party.round_bytes,
+                ranks_per_node=nodes,
+                adoptable=adoptable,
+            )
     if problems:
         raise PlanError("the judge refuses the plan: " + "; ".join(problems))
     own = sent_hash(catalogue, part)

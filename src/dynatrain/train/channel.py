@@ -21,13 +21,15 @@ class Channel:
     Attributes:
         party: the rank's means.
         number: of the switch.
-        seconds: how long each phase took on this rank.
         groups: process groups of the switch.
+        topic: of its questions: what each begins with.
+        seconds: how long each phase took on this rank.
     """
 
     party: Party
     number: int
     groups: GroupPool
+    topic: str
     seconds: dict[str, float] = field(default_factory=dict)
 
     def ask(
@@ -53,7 +55,7 @@ class Channel:
         return self.party.board.decided(self._topic(what)) is not None
 
     def _topic(self, what: str) -> str:
-        return f"s{self.number}/{what}"
+        return f"{self.topic}/{what}"
 
     def at(self, event: str, number: int = -1) -> None:
         """Tell the hook where this rank is."""

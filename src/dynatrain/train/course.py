@@ -6,6 +6,7 @@ A switch inside a step is agreed on at the step's edge, as any other, and carrie
 import functools
 import logging
 import time
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -83,6 +84,7 @@ class Course:
         self._settling = False
         self._edge = -1
         self._step = 0
+        self._reason = ""  # why the last attempt was given up
         self._step_ended = time.perf_counter()
         self.world = world
         self.stopped = False
@@ -94,12 +96,20 @@ class Course:
         self._before = world
         self._wrap_optimizer(world)
 
-    def edge(self, step: int) -> None:
+    def edge(self, step: int) -> int:
         """A step edge: take back what is doomed, begin what all ranks have agreed to begin here.
 
         Args:
             step: the next step.
+
+        Returns:
+            The step that comes next.
         """
+        self._come_to(step)
+        self._go_on()
+        return self._step
+
+    def _come_to(self, step: int) -> None:
         self._edge += 1
         self._step = step
         self.updated = False
@@ -108,6 +118,8 @@ class Course:
         if self.pause:
             self._pass_over()
         self._free_abandoned()
+
+    def _go_on(self) -> None:
         self._saver.look()
         if self._parking.parked:  # by the loop's own word: such a step trains nothing, and takes no order
             return
@@ -145,17 +157,25 @@ class Course:
         @functools.wraps(original)
         def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._parking.require_here("optimizer.step")
-            self._saver.before_a_write()
+            self._before_a_write()
             if self._settling:
                 self._settle()
             if self.doomed:
                 return None
             world.forwards.seen = False
-            self.updated = True
-            return original(*args, **kwargs)
+            return self._update(lambda: original(*args, **kwargs))
 
         # A method, as schedulers that are made later expect of it.
         world.optimizer.step = MethodType(step, world.optimizer)  # type: ignore[method-assign]
+
+    def _before_a_write(self) -> None:
+        """Return when nothing that is about to be written is still to be copied."""
+        self._saver.before_a_write()
+
+    def _update(self, make: Callable[[], Any]) -> Any:
+        """Make the update of the step under way."""
+        self.updated = True
+        return make()
 
     def _take_turn(self) -> None:
         """Follow the next decision of what to do."""
@@ -278,7 +298,7 @@ class Course:
         self._abandoned = running
 
     def _begin(self, attempt: Attempt) -> None:
-        self._saver.before_a_write()
+        self._before_a_write()
         try:
             attempt.move(self._step, self._turns.books())
         except SwitchAbortedError as abort:
@@ -378,7 +398,7 @@ class Course:
 
     def _finish(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any] | None = None) -> None:
         self._attempt = self._order = self._start = None
-        self._before = self.world
+        self._before, self._reason = self.world, reason
         attempt.finish()
         refused = attempt.way.comes and outcome == "aborted"
         if outcome != "committed" and self._party.rank == 0:

@@ -86,7 +86,7 @@ class _Found:
         # An optimizer without state saves no more than parameters either; what it saves has an account of the run.
         weights = self._manifest is not None and self._manifest.weights_only and self._account is None
         catalogue = values_of(world.catalogue) if weights else world.catalogue
-        self._shelf = _shelf(catalogue, world.forms, self._folder, rename or (lambda key: key))
+        self._shelf = shelf_of(catalogue, world.forms, self._folder, rename or (lambda key: key))
         self._options: list[dict[str, Any]] = []
         if self._account is not None and (wrong := mismatches(world, self._account["objects"])):
             raise FolderError(f"{path} cannot be loaded", wrong)
@@ -142,15 +142,31 @@ class _Found:
         read_into(pieces, self._shelf, world.catalogue, self._fetches)
         world.write_back(pieces)
         if self._account is not None:
-            self._restore_streams()
+            _restore_streams(self._folder, party.rank, self.step, party.device)
 
-    def _restore_streams(self) -> None:
-        rank, device = self._party.rank, self._party.device
-        mine, first = (flat(streams_path(number)) for number in (rank, 0))
-        if mine in self._folder.objects:
-            Streams.of(self._folder.read(mine)).restore(device)
-        elif first in self._folder.objects:
-            Streams.of(self._folder.read(first)).of_new_rank(rank, self.step).restore(device)
+
+def take_rest(folder: DcpFolder, account: Mapping[str, Any], world: World, rank: int, device: torch.device) -> None:
+    """Give a world of the run that has written a checkpoint what that says of all that is no tensor.
+
+    Args:
+        folder: the checkpoint.
+        account: its own.
+        world: bound; its objects, its optimizer's groups and its modules' extra state are written.
+        rank: in that world, whose random streams are restored, too.
+        device: of the streams.
+    """
+    take(world, account["objects"], list(_param_groups(folder).values()))
+    names = {owner.name for owner in world.owners}
+    give_extra_states(world.owners, {name: folder.read(flat(extra_path(name))) for name in names})
+    _restore_streams(folder, rank, int(account["step"]), device)
+
+
+def _restore_streams(folder: DcpFolder, rank: int, step: int, device: torch.device) -> None:
+    mine, first = (flat(streams_path(number)) for number in (rank, 0))
+    if mine in folder.objects:
+        Streams.of(folder.read(mine)).restore(device)
+    elif first in folder.objects:
+        Streams.of(folder.read(first)).of_new_rank(rank, step).restore(device)
 
 
 def _param_groups(folder: DcpFolder) -> dict[int, dict[str, Any]]:
@@ -163,7 +179,7 @@ def _param_groups(folder: DcpFolder) -> dict[int, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def _shelf(catalogue: Catalogue, forms: Mapping[str, Any], folder: DcpFolder, rename: Rename) -> Shelf:
+def shelf_of(catalogue: Catalogue, forms: Mapping[str, Any], folder: DcpFolder, rename: Rename) -> Shelf:
     """The folder's tensors under our names.
 
     Raises:

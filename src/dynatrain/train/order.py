@@ -21,8 +21,8 @@ class Order:
         at: first step that is to run in the new layout; -1 for as soon as all are ready.
         after: micro-batches of that step that still run in the old layout; 0 for a switch at the step's edge.
         edge: step edge of rank 0 at which it was decided; the other ranks know of it by the edge after.
-        verb: ``switch``; ``scale``, ``lend`` or ``reclaim`` (switches to other members); ``park``, ``unpark``, ``save``
-            or ``stop``.
+        verb: ``switch``; ``scale``, ``lend`` or ``reclaim`` (switches to other members); ``loss``, to those that are
+            left; ``park``, ``unpark``, ``save`` or ``stop``.
         by: who asked.
         request: number of the request on the board; -1 for none.
         request_id: its id, or empty.
@@ -47,7 +47,7 @@ class Order:
     @property
     def switches(self) -> bool:
         """Whether it is a switch, among the same members or not."""
-        return self.verb == "switch" or self.verb in CROSSINGS
+        return self.verb in {"switch", "loss"} or self.verb in CROSSINGS
 
     @property
     def numbered(self) -> bool:

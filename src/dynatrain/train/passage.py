@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dynatrain.cluster.board import Board
 from dynatrain.cluster.crossing import Crossing
-from dynatrain.cluster.worlds import crossing_board, world_board
+from dynatrain.cluster.summons import Summons
 from dynatrain.layout.layout import Layout
 from dynatrain.space.ownership import Ownership
 from dynatrain.train.groups import DEFAULT, GroupPool
@@ -37,6 +37,7 @@ class Passage:
         crossing: who is who; None where all stay.
         groups: what the switch makes for its own questions and moves.
         made: what it makes for the new world.
+        lost: numbers, behind all others, of ranks of the old world that are lost.
     """
 
     standing: Party
@@ -45,6 +46,7 @@ class Passage:
     crossing: Crossing | None
     groups: GroupPool
     made: GroupPool
+    lost: frozenset[int] = frozenset()
     _default: dist.ProcessGroup | None = None
     _before: dist.ProcessGroup | None = None
 
@@ -62,6 +64,14 @@ class Passage:
     def keeps_books(self) -> bool:
         """Whether this rank derives the whole plan, for the records: it is rank 0 before, or after."""
         return self.party.rank == 0 or (self.after is not None and self.after.rank == 0)
+
+    def speaks(self, old: Ownership) -> bool:
+        """Whether this rank is the one of its stage in the old world that tells what the stage's modules hold."""
+        layout, number = old.layout, old.layout.number(self.party.rank)
+        if number is None:
+            return False
+        first = number - number % layout.digit("pp")[0]
+        return all(layout.rank_of(before) in self.lost for before in range(first, number))
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -84,7 +94,7 @@ class Passage:
         if self.crossing is None:
             return self.standing.board
         assert self.standing.worlds is not None
-        return crossing_board(self.standing.worlds.run, self.crossing.generation, len(self.crossing.old))
+        return self.standing.worlds.crossing(self.crossing.generation, len(self.crossing.old))
 
     def give_up(self, why: str) -> str:
         """End a crossing that has not begun, at once and not at the next edge; the reason that stands."""
@@ -158,6 +168,25 @@ def passage(party: Party, order: Order) -> Passage:
     return _crossing(party, holder, after, crossing, order)
 
 
+def remainder(party: Party, loss: Summons, order: Order) -> Passage:
+    """The way of ``party``, a survivor of ``loss``.
+
+    Holders are the survivors in their old order, then newcomers; behind them the lost ranks have numbers, by which a
+    plan says that nothing comes from them.
+    """
+    crossing = Crossing(generation=loss.generation, old=loss.survivors, new=loss.new)
+    after = of_new_world(party, crossing) if crossing.rank(party.member) >= 0 else None
+    way = _crossing(party, of_holders(party, crossing), after, crossing, order)
+    way.lost = frozenset(range(loss.holders, loss.holders + len(loss.lost)))
+    return way
+
+
+def numbers(loss: Summons) -> tuple[int, ...]:
+    """The number of each rank of the old world in the crossing after a loss: see :func:`remainder`."""
+    survivors, lost = iter(range(len(loss.survivors))), iter(range(loss.holders, loss.holders + len(loss.lost)))
+    return tuple(next(lost) if member in loss.lost else next(survivors) for member in loss.old)
+
+
 def arrival(after: Party, crossing: Crossing, order: Order) -> Passage:
     """The way of a newcomer, whose party in the new world is ``after``."""
     return _crossing(after, of_holders(after, crossing), after, crossing, order)
@@ -178,7 +207,7 @@ def of_holders(party: Party, crossing: Crossing) -> Party:
         rank=number,
         world_size=size,
         members=crossing.holders,
-        board=crossing_board(party.worlds.run, crossing.generation, size),
+        board=party.worlds.crossing(crossing.generation, size),
         groups=_pool(party, f"x{crossing.generation}", number),
     )
 
@@ -193,7 +222,7 @@ def of_new_world(party: Party, crossing: Crossing) -> Party:
         world_size=size,
         members=crossing.new,
         generation=crossing.generation,
-        board=world_board(party.worlds.run, crossing.generation, size),
+        board=party.worlds.world(crossing.generation, size),
         groups=_pool(party, f"g{crossing.generation}", number),
     )
 

@@ -8,18 +8,21 @@ import gc
 import itertools
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dynatrain.execute.exchange import Exchange
 from dynatrain.execute.pages import touch
 from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.layout.layout import Layout
-from dynatrain.plan.plan import Granule, Schedule
+from dynatrain.plan.plan import Fetch, Granule, Loss, Schedule
 from dynatrain.space.ownership import Ownership
 from dynatrain.train.agreement import SwitchAbortedError, objection_of, words_of
 from dynatrain.train.blueprint import Blueprint, draw
 from dynatrain.train.channel import Channel
+from dynatrain.train.files import Files
 from dynatrain.train.gradients import inside, with_gradients
 from dynatrain.train.install import (
     Shared,
@@ -31,6 +34,7 @@ from dynatrain.train.install import (
     report,
     values_alone,
 )
+from dynatrain.train.keeping import Note
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
@@ -53,6 +57,10 @@ class Preparation:
         blueprint: the judged plan.
         problem: why this rank cannot begin; empty while it can.
         began: when it was started, in seconds of the monotonic clock.
+        loss: of old ranks, and what is left; None where all are there.
+        checkpoint: that a loss has thrown the run back to; None where it has not.
+        note: this rank's own of the snapshot that a loss has thrown the run back to; likewise.
+        wards: what it keeps of others, by their numbers here; likewise.
     """
 
     way: Passage
@@ -63,6 +71,12 @@ class Preparation:
     blueprint: Blueprint | None = None
     problem: str = ""
     began: float = 0.0
+    loss: Loss | None = None
+    checkpoint: Path | None = None
+    note: Note | None = None
+    wards: Mapping[int, Pieces] = field(default_factory=dict)
+    _files: Files | None = None
+    _fetches: tuple[Fetch, ...] = ()
     _channel: Channel = field(init=False)
     _saved: Saved = field(init=False)
     _given_up: bool = False
@@ -75,7 +89,10 @@ class Preparation:
     _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
-        self._channel = Channel(self.way.party, self.order.number, self.way.groups)
+        number = self.order.number
+        # A crossing has a board of its own, where whoever leads the agents has to find its questions.
+        topic = "crossing" if self.way.crossing is not None else f"s{number}"
+        self._channel = Channel(self.way.party, number, self.way.groups, topic)
 
     @property
     def party(self) -> Party:
@@ -134,9 +151,33 @@ class Preparation:
         self.new.catalogue, self.new.ownership = self.old.catalogue, ownership
         topic, whole = f"s{self.order.number}/plan", self.way.keeps_books
         over = self.way.crossing.over if self.way.crossing else ()
-        self.blueprint = draw(self.party, self.order.mode, self.old, self.new, topic, members=over, whole=whole)
+        if self.checkpoint is not None:
+            self._files = Files.open(self.checkpoint, self.old, slice(self.party.rank, None, self.party.world_size))
+        reads = self._reads if self._files is not None else None
+        self.blueprint = draw(
+            *(self.party, self.order.mode, self.old, self.new, topic),
+            members=over,
+            whole=whole,
+            loss=self.loss,
+            reads=reads,
+        )
+        self._fetches = self._reads(self.party.rank) if self._files is not None else ()
         assert self.old.ownership is not None
-        self._proof = Proof(catalogue=self.old.catalogue, old=self.old.ownership, new=ownership, rank=self.party.rank)
+        self._proof = Proof(
+            catalogue=self.old.catalogue,
+            old=self.old.ownership,
+            new=ownership,
+            rank=self.party.rank,
+        )
+
+    def _reads(self, rank: int) -> tuple[Fetch, ...]:
+        """What a rank reads from the checkpoint."""
+        assert self._files is not None
+        assert self.new is not None
+        assert self.loss is not None
+        assert self.old.ownership is not None
+        assert self.new.ownership is not None
+        return self._files.fetches(self.old.ownership, self.new.ownership, rank, self.loss)
 
     def _describe(self) -> list[Any] | None:
         """What this rank tells of the new world, which it makes where it has none yet; None of a leaver.
@@ -168,6 +209,9 @@ class Preparation:
         assert self.new is not None
         part, transport = self.blueprint.part, self._channel.transport("moves")
         self._moves = Exchange(plan=part, catalogue=self.old.catalogue, transport=transport, pool=self.party.memory)
+        for kept in self.wards.values():
+            for granule, its in kept.items():
+                self._moves.kept.setdefault(granule, []).append(its)
         self._staging = self._moves.warm()
         if self.way.comes:
             self._live = self.new.pieces(self.party.rank, self.party.device)

@@ -1,6 +1,9 @@
 """Whether a switch changed a bit: digests of the old world and of the new one, compared by all ranks together."""
 
-from dataclasses import dataclass
+from collections import ChainMap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +16,15 @@ from dynatrain.execute.census import (
     unequal_copies,
 )
 from dynatrain.execute.locate import Side, first_unlike
-from dynatrain.execute.pieces import Pieces
-from dynatrain.plan.plan import Granule
-from dynatrain.space.box import whole
+from dynatrain.execute.pieces import Piece, Pieces
+from dynatrain.plan.keepers import cells
+from dynatrain.plan.left import Left
+from dynatrain.plan.plan import Granule, Loss
+from dynatrain.space.box import Box, whole
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue
+
+Elsewhere = Callable[[int, Mapping[Granule, Box]], Mapping[Granule, Piece]]
 
 _SHOWN = 4
 """Pieces that differ and are named; the rest is counted."""
@@ -34,6 +41,8 @@ class Proof:
         old: ownership before.
         new: ownership after.
         rank: this rank.
+        lost: pieces of ranks that are lost, for which this one answers; see :func:`in_place_of_lost`.
+        counts: whether this rank's own pieces are those of the step; after a loss they may not be.
         before: this rank's share of the digests of the old pieces; None until :meth:`note`.
         mended: copies that differed before, and were given the values of copy 0.
         report: the verdict, equal on all ranks; None until :meth:`judge`.
@@ -44,6 +53,8 @@ class Proof:
     old: Ownership
     new: Ownership
     rank: int
+    lost: dict[int, Mapping[Granule, Piece]] = field(default_factory=dict)
+    counts: bool = True
     before: torch.Tensor | None = None
     mended: int = 0
     report: DigestReport | None = None
@@ -52,7 +63,8 @@ class Proof:
     def note(self, pieces: Pieces) -> None:
         """Digest the old pieces, once; the next calls change nothing."""
         if self.before is None:
-            self.before = digest_vector(pieces, self.catalogue, self.old, self.new, self.rank, self._go_on)
+            own = pieces if self.counts else {}
+            self.before = digest_vector(own, self.catalogue, self.old, self.new, self.rank, self._go_on, self.lost)
 
     def restored(self, pieces: Pieces) -> bool:
         """Whether the old pieces have the digests that were noted."""
@@ -68,6 +80,14 @@ class Proof:
         """The ``(tensor, state, copy)`` of old copies that differ from the first one."""
         assert self.before is not None
         return unequal_copies(_total(self.before, group), self.catalogue, self.old, self.new)
+
+    def stand_in(self, loss: Loss, pieces: Pieces, kept: Elsewhere) -> None:
+        """After a loss, before :meth:`note`: answer for those who have not the state of the step.
+
+        Arguments as of :func:`in_place_of_lost`.
+        """
+        self.counts = self.rank in Left(loss).own
+        self.lost = in_place_of_lost(self.catalogue, self.old, self.rank, loss, pieces, kept)
 
     def after(self, pieces: Pieces) -> torch.Tensor:
         """This rank's share of the digests of the new pieces."""
@@ -134,6 +154,40 @@ class Proof:
     def _side(self, pieces: Pieces, ownership: Ownership, granule: Granule, copy: int) -> Side:
         tensor = self.catalogue[granule[0]]
         return Side(pieces, boxes_of_copy(tensor, tensor.states[granule[1]], ownership, copy))
+
+
+def in_place_of_lost(
+    catalogue: Catalogue, old: Ownership, rank: int, loss: Loss, pieces: Pieces, kept: Elsewhere
+) -> dict[int, Mapping[Granule, Piece]]:
+    """The pieces for which ``rank`` answers in the digests in place of ranks that have not the state of the step.
+
+    Those are the lost ones, and survivors whose own pieces are of no step or of another; each of their boxes has one
+    survivor that answers. So the digests before are those of the whole state, and what was taken from a copy, a keeper
+    or a file is held against it.
+
+    Args:
+        catalogue: all tensors.
+        old: ownership before; lost ranks have numbers in it, behind those of all others.
+        rank: this rank.
+        loss: who is lost, and what is left.
+        pieces: this rank's own, of the loss's step.
+        kept: ``kept(owner, boxes)``: pieces of the loss's step that are another's: of a ward, or out of files.
+    """
+    left, found, read = Left(loss), dict[int, Any](), dict[int, dict[Granule, Box]]()
+    survivors = sorted({*old.layout.ranks} - loss.lost)
+    for granules, box, owners, _ in cells(catalogue, old):
+        gone = {*owners} - left.own
+        holders = left.holders(owners) if gone else ()
+        for owner in gone:
+            if (holders[0] if holders else survivors[owner % len(survivors)]) != rank:
+                continue
+            if holders and rank in owners:
+                found.setdefault(owner, {}).update({granule: pieces[granule] for granule in granules})
+            else:
+                read.setdefault(owner, {}).update(dict.fromkeys(granules, box))
+    for owner, boxes in read.items():
+        found[owner] = ChainMap(found.get(owner, {}), kept(owner, boxes))
+    return found
 
 
 def _total(shares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

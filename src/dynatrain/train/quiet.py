@@ -6,7 +6,7 @@ from dynatrain.execute.pieces import Pieces
 from dynatrain.layout.layout import Layout
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.equal import require_equal
-from dynatrain.train.extra_state import check_extra_states, hear, speaks
+from dynatrain.train.extra_state import check_extra_states, hear
 from dynatrain.train.extra_state import tell as tell_extra
 from dynatrain.train.gradients import agree_untouched, take
 from dynatrain.train.install import check_carried, check_tensors, other_states, quiesce, refuse_pinned
@@ -42,7 +42,8 @@ def facts_of(way: Passage, old: World, new: World) -> list[Any]:
     else:
         require_takers(changed, new.built, travels=False)
     check_extra_states(old.owners, staged=travels)
-    extra = tell_extra(old.owners, new.owners, speaks=travels and speaks(old.layout, way.party.rank))
+    assert old.ownership is not None
+    extra = tell_extra(old.owners, new.owners, speaks=travels and way.speaks(old.ownership))
     return [common(old), extra, sorted(old.untouched), tell(changed)]
 
 

@@ -24,6 +24,7 @@ from dynatrain.observe.log import Log
 from dynatrain.observe.run import RunFolder
 from dynatrain.space.run_check import CheckedRun, check_run
 from dynatrain.train.announcement import NotAdmittedError
+from dynatrain.train.keeping import Keeps
 from dynatrain.train.optimizer import OptimizerSettings
 from dynatrain.train.parallel import Precision
 from dynatrain.train.party import ENDS, PHASES
@@ -91,6 +92,7 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
         generation=context.generation,
         attempt=context.attempt,
         rates=None if context.joins else _rates(context, device),
+        global_sequences=config.batch.global_sequences,
     )
     progress = _Progress(seat)
     switcher = _switcher(seat, checked, job, device, recorder, progress)
@@ -167,6 +169,7 @@ def _switcher(
         hook=progress.event,
         ranks_per_node=context.ranks_per_node,
         saves=_saves(config, context.folder),
+        keeps=Keeps(every=config.loss.snapshot_steps, bytes_per_second=config.loss.snapshot_mib_per_second * (1 << 20)),
         save_at_stop=config.save.at_end,
         on_saved=recorder.saved,
         switches_before=context.folder.last_switch,

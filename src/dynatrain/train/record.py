@@ -1,5 +1,6 @@
 """What rank 0 writes of a switch: events as it goes on, a plan summary and a certificate at its end."""
 
+import json
 import logging
 import platform
 import statistics
@@ -11,6 +12,7 @@ import torch
 
 import dynatrain
 from dynatrain.cluster.board import Board
+from dynatrain.cluster.summons import Summons
 from dynatrain.execute.census import ALGORITHM
 from dynatrain.judge.certificate import (
     Bytes,
@@ -28,9 +30,12 @@ from dynatrain.layout.text import print_layout
 from dynatrain.observe.atomic import write_atomically
 from dynatrain.observe.log import Log
 from dynatrain.observe.run import RunFolder
+from dynatrain.plan.keepers import Keepers
+from dynatrain.plan.loss import Restore
 from dynatrain.plan.summary import PlanSummary, floor_seconds
 from dynatrain.train.attempt import Attempt
 from dynatrain.train.blueprint import Blueprint
+from dynatrain.train.keeping import Note
 from dynatrain.train.order import Order
 from dynatrain.train.probe import Rates
 from dynatrain.train.saver import Saved
@@ -42,6 +47,7 @@ SETTLED = 8
 
 
 _CERTIFICATE = "certificate.json"
+_LOSS = "loss.json"
 
 
 class Recorder:
@@ -56,16 +62,26 @@ class Recorder:
         generation: of the world.
         attempt: number of the run's agent.
         rates: measured link and copy rates, for the floor; None where nothing was measured.
+        global_sequences: samples of a step.
     """
 
     def __init__(
-        self, folder: RunFolder, board: Board, *, rank: int, generation: int, attempt: int, rates: Rates | None
+        self,
+        folder: RunFolder,
+        board: Board,
+        *,
+        rank: int,
+        generation: int,
+        attempt: int,
+        rates: Rates | None,
+        global_sequences: int = 0,
     ) -> None:
         self._folder = folder
         self._board = board
         self._rank = rank
         self._generation, self._attempt = generation, attempt
         self._rates = rates
+        self._global_sequences = global_sequences
         self._log = Log(folder.events, generation=generation, attempt=attempt)
         self._ends: list[float] = []
         self._apart = 0.0
@@ -123,6 +139,28 @@ class Recorder:
         if self._rank == 0:
             self._log.write("load", step=step, checkpoint=checkpoint, layout=print_layout(layout))
 
+    def mended(self, number: int, loss: Summons, found: Restore, seconds: float) -> None:
+        """A loss is survived: write down who was lost and at what, and where each byte of theirs has come from.
+
+        Args:
+            number: of the switch to what is left.
+            loss: who was lost.
+            found: what the run goes on from.
+            seconds: from the news to the commit on this rank.
+        """
+        if self._rank != 0:
+            return
+        ranks = [{"rank": rank, "member": member} for rank, member in enumerate(loss.old) if member in loss.lost]
+        told = found.told(self._global_sequences) | {"lost": ranks, "why": loss.why, "seconds": seconds}
+        self._write(number, _LOSS, json.dumps(told, indent=1) + "\n")
+        self._log.write("loss", switch=number, **told)
+
+    def kept(self, note: Note, keepers: Keepers) -> None:
+        """A snapshot is whole on this rank."""
+        if self._rank == 0:
+            told = {"step": note.step, "seconds": note.seconds, "own_bytes": keepers.own_bytes}
+            self._log.write("snapshot", **told, sent_bytes=keepers.sent_bytes, keeper=keepers.keeper)
+
     def saved(self, saved: Saved) -> None:
         """A save has ended, well or not."""
         if self._rank == 0:
@@ -173,8 +211,7 @@ class Recorder:
         for facts in told.values():
             for phase, value in facts["seconds"].items():
                 seconds[phase] = max(value, seconds.get(phase, 0.0))
-        crossing, size = attempt.way.crossing, attempt.party.world_size
-        world = World(old=len(crossing.old), new=len(crossing.new)) if crossing else World(old=size, new=size)
+        world = World(old=attempt.old.layout.world_size, new=attempt.target.world_size)
         return Certificate(
             run_id=self._folder.name,
             switch=number,

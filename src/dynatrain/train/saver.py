@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dynatrain.observe.checkpoints import checkpoint_name
 from dynatrain.train.order import Order
@@ -63,6 +64,11 @@ class Saver:
         return self._saves is not None
 
     @property
+    def root(self) -> Path | None:
+        """Where its checkpoints are; None where it is never saved."""
+        return self._saves.root if self._saves else None
+
+    @property
     def every(self) -> int:
         """Steps between two saves; 0 for none by themselves."""
         return self._saves.every if self._saves else 0
@@ -121,6 +127,12 @@ class Saver:
             assert self._saves is not None
             self._under_way.join(2 * self._saves.deadline)
             self._note(self._under_way)
+
+    def give_up(self, why: str) -> None:
+        """End the save that is under way: not all who take part in it are there any more."""
+        if self._under_way is not None:
+            self._under_way.give_up(why)
+            self.finish()
 
     def _note(self, saving: Saving) -> None:
         assert self._saves is not None

@@ -105,6 +105,10 @@ class Saving:
                 f"the disk is too slow: the snapshot took more than {self._party.deadline:g} s"
             )
 
+    def give_up(self, why: str) -> None:
+        """Copy no more; the thread then finds that it cannot write, or that the others do not vote."""
+        self._snapshot.give_up(why)
+
     def join(self, seconds: float) -> None:
         """Wait for its end, at most that long."""
         self._thread.join(seconds)

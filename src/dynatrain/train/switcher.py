@@ -45,10 +45,10 @@ from dynatrain.train.agreement import on_every_rank
 from dynatrain.train.arrival import arrive
 from dynatrain.train.blueprint import check_mode
 from dynatrain.train.copies import UnequalCopies, check_policy
-from dynatrain.train.course import Course
 from dynatrain.train.first import Initial, blank, first_world, hold, join, register
 from dynatrain.train.handles import Handles
 from dynatrain.train.install import survey
+from dynatrain.train.keeping import Keeps
 from dynatrain.train.loading import Rename, load
 from dynatrain.train.parking import ParkedError, Parking
 from dynatrain.train.party import DataParallel
@@ -57,13 +57,14 @@ from dynatrain.train.saver import Saved, Saver, SavingError
 from dynatrain.train.saving import Saves
 from dynatrain.train.segments import Fused, Segments
 from dynatrain.train.standing import standing
+from dynatrain.train.surviving import Survivable, SurvivingCourse
 from dynatrain.train.targets import Read, same_meaning, served, whole_world
 from dynatrain.train.turns import Turns
 from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
 
 
-class Switcher(Handles):
+class Switcher(Survivable, Handles):
     """Holds one training job's model and optimizer, and changes their layout while it trains.
 
     Needs an initialised default process group (torchrun, or dynatrain's own agent).
@@ -99,6 +100,7 @@ class Switcher(Handles):
         data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; ``own``
             where it also reduces gradients itself; with ``fixed``, one that FSDP2 averages for keeps its data ranks.
         saves: where and when the job is saved; None for never.
+        keeps: how often snapshots are taken against losses; None for never.
         save_at_stop: also when it is stopped.
         on_saved: told of every save that has ended, well or not.
         switches_before: how many the run has had before; the next one's number counts from there.
@@ -142,6 +144,7 @@ class Switcher(Handles):
         name: str = "",
         promise: Promise | None = None,
         saves: Saves | None = None,
+        keeps: Keeps | None = None,
         save_at_stop: bool = True,
         on_saved: Callable[[Saved], None] = lambda _saved: None,
         switches_before: int = 0,
@@ -184,7 +187,7 @@ class Switcher(Handles):
             wishes = Wishes(party.requests, schedule or {}, mode, self._saver.every, inside or {})
             parking = self._parking = Parking(party, recorder)
             self._turns = Turns(party, wishes, self._read, lambda: self.layout, self._saver, parking, switches_before)
-            self._course = Course(
+            self._course = SurvivingCourse(
                 party,
                 world,
                 turns=self._turns,
@@ -193,6 +196,7 @@ class Switcher(Handles):
                 recorder=recorder,
                 parking=parking,
                 save_at_stop=save_at_stop,
+                keeps=keeps,
             )
             if arrival:
                 return  # what the job holds, the crossing tells
@@ -206,8 +210,6 @@ class Switcher(Handles):
                 arrival.fail(error)
             raise
 
-    # The loop.
-
     def steps(self, until: int) -> Iterator[int]:
         """Step numbers from the present one to ``until - 1``; requests are taken at each edge.
 
@@ -220,8 +222,9 @@ class Switcher(Handles):
         if self._arrival:
             self.step = self._course.arrive(self._arrival.attempt(self.world, self.layout))
             self._arrival = None
+        self._course.survival.arm()
         while self.step < until:
-            self._course.edge(self.step)
+            self.step = self._course.edge(self.step)
             if self.stopped or self.left:
                 return
             began, self._inside = time.perf_counter(), True

@@ -16,6 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -94,6 +95,11 @@ def swap_default(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     c10d._update_default_pg(group)  # noqa: SLF001
     clear_dtensor_caches()
     return before
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All groups of more than one member that this process is in and has not destroyed, whoever made them."""
+    return [group for group in list(c10d._world.pg_map) if group.size() > 1]  # noqa: SLF001
 
 
 def default_store() -> dist.Store:
@@ -256,6 +262,18 @@ def hooks_of(owner: nn.Module | torch.optim.Optimizer | torch.Tensor) -> list[Ho
             old_style = kind == "_backward_hooks" and not getattr(owner, "_is_full_backward_hook", False)
             found.append(Hook(number, kind, call, "" if old_style else register, options))
     return found
+
+
+def drop_gathered(module: nn.Module) -> None:
+    """Leave shards alone in a module of FSDP2's whose forward or backward was broken off and never comes to its end.
+
+    ``FSDPModule.reshard`` does nothing in the midst of a forward of what stays gathered until the backward.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            for group in part._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+                group._training_state = TrainingState.IDLE  # noqa: SLF001
+                group.reshard()
 
 
 def padded_numels(module: nn.Module) -> dict[str, int]:

@@ -17,7 +17,7 @@ from dynatrain.execute.pieces import Pool
 from dynatrain.layout.layout import Layout
 from dynatrain.models.decoder import DecoderPart
 from dynatrain.models.initial import initial_box, initial_rule
-from dynatrain.models.routing import balance, drop_counts, total_counts
+from dynatrain.models.routing import balance, drop_counts, loads, total_counts
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.train.adopt import adopt
 from dynatrain.train.live import box_of, cuts_of
@@ -161,7 +161,8 @@ class Trainer:
     def run(self, until: int) -> None:
         """Train up to step ``until`` (exclusive), or until the run is asked to stop."""
         for step in self.switcher.steps(until=until):
-            self._step(step)
+            with self.switcher.survivable():
+                self._step(step)
 
     def _part(self, step: int, ids: np.ndarray, part: range) -> tuple["_Bound", int]:
         """Forward and backward of a part of a step, in the present layout; the number of targets in the whole batch."""
@@ -180,7 +181,9 @@ class Trainer:
         ids = batch_ids(self.job.seed, step, self.job.global_sequences, len(self.data))
         for part in self.switcher.step_parts(self.job.num_micro_batches):
             bound, tokens = self._part(step, ids, part)
-        loss, norm = bound.totals(self._losses[self.job.num_micro_batches])
+        routed = loads(nn.ModuleList(bound.parts), bound.over_data_ranks)
+        # The last collective of the step: behind it every rank can make the update by itself.
+        loss, norm = self.switcher.couple(lambda: bound.totals(self._losses[self.job.num_micro_batches]))
         clip(bound.params, norm, self.job.optimizer.clip_norm)
         optimizer = self.switcher.optimizer
         rate = optimizer.param_groups[0]["lr"]
@@ -190,7 +193,8 @@ class Trainer:
         seconds = time.perf_counter() - began
         if self.switcher.doomed:
             return  # it comes again
-        balance(nn.ModuleList(bound.parts), bound.over_data_ranks, BALANCE_RATE)
+        if routed is not None:
+            balance(nn.ModuleList(bound.parts), lambda _counts: routed, BALANCE_RATE)
         self._after_step(
             StepResult(step=step, loss=loss, grad_norm=norm, lr=rate, tokens=tokens, seconds=seconds, ids=ids)
         )

@@ -70,6 +70,19 @@ class Turns:
         self._switches += order.numbered
         return order
 
+    @property
+    def turn(self) -> int:
+        """Number of the next order."""
+        return self._turn
+
+    def inherit(self, step: int) -> None:
+        """Rank 0 is lost, or this is it: the queue here counts from now on.
+
+        What was scheduled for later steps is known to every rank, and requests that nobody has answered are still up.
+        """
+        if self._party.rank != 0:
+            self._wishes.begun(step)
+
     def own(self, verb: str, layout: Layout, *, by: str) -> Order:
         """An order that nobody has asked for by a request, and all ranks give themselves at the same place."""
         self._switches += 1
