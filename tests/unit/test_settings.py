@@ -195,6 +195,30 @@ def test_wrappers_hide_no_module_and_take_no_setting():
     assert not any(module.training for module in new.modules())
 
 
+class Scaled(nn.Linear):
+    """Its tensor is its extra state's."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.scale = torch.ones(3)
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+
+def test_tensors_of_modules_with_extra_state_are_handed_over_by_that():
+    with torch.device("meta"):
+        net = Scaled()
+    refuse_meta([net], entries([net], strip_wrappers))
+    net = Scaled()
+    built = settings_of([net], {}, strip_wrappers)
+    net.scale = net.scale * 2
+    assert changes(built, settings_of([net], {}, strip_wrappers)) == {}
+
+
 def test_plain_tensors_of_a_build_on_meta_are_named_and_parameters_in_lists_are_not():
     with torch.device("meta"):
         lost, kept = Attribute(), nn.LSTM(3, 3)

@@ -85,6 +85,7 @@ def refuse_meta(parts: Sequence[nn.Module], found: Mapping[str, Entry]) -> None:
         f"{name}.{attribute}".removeprefix(".")
         for part in parts
         for name, module in part.named_modules()
+        if not _speaks_for_itself(module)
         for attribute, value in vars(module).items()
         if attribute not in _TORCHS_OWN and any(one.is_meta and id(one) not in known for one in _tensors(value))
     ]
@@ -122,12 +123,17 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         if carried(value):
             yield attribute, value
-        elif isinstance(value, torch.Tensor) and value.grad_fn is None:
+        elif isinstance(value, torch.Tensor) and value.grad_fn is None and not _speaks_for_itself(module):
             yield attribute, Held(value, times_written(value))
         elif isinstance(value, _FUNCTIONS):
             yield attribute, Held(value)
         else:  # a container, an object; or a result of the last forward, which the next one makes again
             yield attribute, UNSEEN
+
+
+def _speaks_for_itself(module: nn.Module) -> bool:
+    """Whether a module has extra state: what tensors it keeps, that hands over, and sees that it has done so."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _kind(module: nn.Module) -> type:
