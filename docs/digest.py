@@ -1,5 +1,5 @@
 # ruff: noqa: INP001 - a script to copy, not a package
-"""The digest of one whole tensor, recomputed with nothing but numpy. bfloat16 is passed as its uint16 bit patterns."""
+"""The digest of one whole tensor, by numpy alone. bfloat16 and float8 are passed as bit patterns (uint16, int8)."""
 
 import numpy as np
 

@@ -27,6 +27,8 @@ from dynatrain.train.torch_private import (
     clear_dtensor_caches,
     default_store,
     drop_gathered,
+    fsdp_reductions,
+    fsdp_settings,
     hooks_of,
     local_tensor,
     named_group,
@@ -36,10 +38,12 @@ from dynatrain.train.torch_private import (
     reduce_empty_gradients,
     scheduled,
     set_buffer,
+    set_fsdp,
     shard_of,
     share_shard,
     swap_default,
     takes_means,
+    times_written,
     unreduced,
     without_modes,
 )
@@ -218,6 +222,68 @@ def test_takes_means():
         return [*found, takes_means(net)]
 
     assert everywhere(1, work) == [[None, True, True, False]]
+
+
+SET = {
+    "gradient_divide_factor": 3.0,
+    "requires_gradient_sync": False,
+    "requires_all_reduce": True,
+    "reshard_after_forward": False,
+    "reshard_after_backward": False,
+    "force_sum_reduction_for_comms": True,
+    "unshard_in_backward": False,
+    "reduce_scatter_unused_params": True,
+}
+"""Other values than torch's own, in the order in which they are set."""
+
+
+def test_fsdp_settings():
+    def work(_world):
+        net = sharded(init_device_mesh("cpu", (1,)))
+        first, sends = fsdp_settings(net)
+        for name, value in SET.items():
+            getattr(net, f"set_{name}")(value)
+        net.set_all_reduce_hook(print)
+        then, sends_then = fsdp_settings(net)
+        inner, _ = fsdp_settings(net.blocks[0])
+        return first, then, inner, [name for name, value in sends.items() if sends_then[name] is not value]
+
+    ((first, then, inner, others),) = everywhere(1, work)
+    assert then == SET
+    assert all(first[name] != value for name, value in SET.items() if name != "requires_all_reduce")
+    assert inner["gradient_divide_factor"] is None
+    assert (first["reshard_after_forward"], others) == (None, ["all_reduce_hook"])
+
+
+def test_set_fsdp():
+    def work(_world):
+        net = sharded(init_device_mesh("cpu", (1,)))
+        before, _ = fsdp_settings(net.blocks[0])
+        set_fsdp(net, SET)
+        return fsdp_settings(net)[0], before == fsdp_settings(net.blocks[0])[0]
+
+    assert everywhere(1, work) == [(SET, True)]
+
+
+def test_fsdp_reductions():
+    def work(_world):
+        net = Net()
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "fsdp"))
+        fully_shard(net.blocks[0], mesh=mesh)
+        fully_shard(net.blocks[1], mesh=mesh["fsdp"]).set_all_reduce_hook(print)
+        found = fsdp_reductions(net)
+        of = [found.get(id(module.weight), "none") for module in (net.blocks[0][0], net.blocks[1][0], net.out)]
+        return of, dist.get_rank()
+
+    for of, rank in everywhere(2, work):
+        assert of == [((rank,), (0, 1)), None, "none"]
+
+
+def test_times_written():
+    tensor = torch.zeros(3)
+    before = times_written(tensor)
+    tensor[1:].fill_(2.0)
+    assert times_written(tensor) > before
 
 
 def test_scheduled():

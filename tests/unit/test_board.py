@@ -18,6 +18,31 @@ def test_exactly_one_proposal_wins(connect) -> None:
     assert len({answer["by"] for answer in found}) == 1
 
 
+def test_ranks_whose_patience_ends_at_different_edges_give_up_at_the_same_next_edge(connect) -> None:
+    """As above, where gradients are pending at every edge."""
+    for switch in range(101, 113):
+        step = threading.Barrier(3, timeout=5)
+
+        def act(board: Board, rank: int, switch: int = switch, step: threading.Barrier = step) -> int:
+            dice = random.Random(100 * switch + rank)
+            patience = dice.randrange(1, 4)
+            for edge in range(1, 10):
+                step.wait()  # nobody ends a step before all have begun it
+                time.sleep(dice.random() * 0.003)
+                found = board.starved(switch)
+                if found is None and edge >= patience:
+                    board.starve(switch, edge, "pending")
+                if found is not None and found[0] <= edge:
+                    board.leave(f"starved/{switch}")
+                    return found[0] if found[0] == edge else -edge
+            return 0
+
+        found = together(3, connect, act)
+
+        assert len(set(found)) == 1
+        assert found[0] > 1
+
+
 def test_ranks_at_different_edges_all_begin_the_switch_at_the_same_next_edge(connect) -> None:
     """Threads as ranks, a barrier as the coupling of a training step; ranks become ready at random edges."""
     for switch in range(1, 13):

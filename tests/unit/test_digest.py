@@ -21,6 +21,7 @@ from dynatrain.space.ownership import num_holders
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.complex128, torch.complex64, torch.uint64, torch.uint32, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
 SHAPES = [(), (1,), (7,), (0,), (3, 0), (5, 6), (4, 3, 2), (2, 3, 2, 5), (20_001,), (1, 9_000), (3, 8_200)]
 JOB = job()
@@ -28,6 +29,8 @@ JOB = job()
 
 def values(shape, dtype, seed=0):
     draw = torch.Generator().manual_seed(seed)
+    if dtype.is_complex:
+        return torch.complex(*(values(shape, torch.float64, seed + i) for i in range(2))).to(dtype)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
     return torch.randint(-128, 128, shape, generator=draw).to(dtype)
@@ -45,7 +48,8 @@ def snippet():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_fifteen_lines_in_the_docs_give_the_same_digest(shape, dtype):
     tensor = values(shape, dtype)
-    raw = tensor.view(torch.uint16) if dtype == torch.bfloat16 else tensor
+    bits = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.int8, torch.float8_e5m2: torch.int8}
+    raw = tensor.view(bits.get(dtype, dtype))
     assert snippet()(raw.numpy()) == digest_piece(tensor, whole(shape))
 
 

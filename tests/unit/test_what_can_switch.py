@@ -144,3 +144,43 @@ def test_the_page_says_which_cells_run_every_time():
 
     assert tuple(re.findall(r"`([\w-]+)`", said)) == test_every_cell.TRIED_ALWAYS
     assert "sweep" in {mark.name for mark in test_every_cell.test_each_optimizer.pytestmark}
+
+
+TRAIN = {file: ast.parse(file.read_text(encoding="utf-8")) for file in ROOT.glob("src/dynatrain/train/**/*.py")}
+PIECES = ast.parse((ROOT / "src/dynatrain/execute/pieces.py").read_text(encoding="utf-8"))
+REFUSALS = {"UnplacedTensorError", "UnknownStateError", "UnknownHookError"}
+
+
+def words(node):
+    """The texts in a piece of code, docstrings apart."""
+    documented = [one for one in ast.walk(node) if isinstance(one, ast.FunctionDef | ast.ClassDef | ast.Module)]
+    documentation = {ast.get_docstring(one, clean=False) for one in documented}
+    texts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return [text for text in texts if text not in documentation]
+
+
+def refusing():
+    """Functions of the library face that refuse a model or a loop, and what they say."""
+    for file, tree in TRAIN.items():
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            raised = [node.exc for node in ast.walk(function) if isinstance(node, ast.Raise)]
+            if any(isinstance(one, ast.Call) and getattr(one.func, "id", "") in REFUSALS for one in raised):
+                said = words(function)
+                if any(len(text) > 12 for text in said):  # else it only passes on what others say
+                    yield f"{file.stem}.{function.name}", said
+
+
+def test_every_refusal_of_a_loop_of_ones_own_is_listed_with_the_words_of_the_code():
+    listed = [row[0].strip("`") for row in rows("In a loop of your own", 1)]
+    said = [text for tree in (*TRAIN.values(), PIECES) for text in words(tree)]
+
+    assert [text for text in listed if not any(text in one for one in said)] == []
+    assert len(set(listed)) == len(listed)
+
+
+def test_no_function_refuses_a_loop_of_ones_own_without_a_line_in_the_list():
+    listed = [row[0].strip("`") for row in rows("In a loop of your own", 1)]
+    functions = dict(refusing())
+
+    assert len(functions) > 20
+    assert [name for name, said in functions.items() if not any(row in one for row in listed for one in said)] == []

@@ -186,6 +186,15 @@ class Board:
         """Say that this rank has read where the switch begins, once for each rank."""
         self.leave(f"go/{switch}")
 
+    def starved(self, switch: int) -> tuple[int, str] | None:
+        """The edge at which a switch that could begin, and has not, is given up, and why; None while there is none."""
+        found = self.decided(f"starved/{switch}")
+        return None if found is None else (found[0], found[1])
+
+    def starve(self, switch: int, edge: int, reason: str) -> None:
+        """Propose, at this rank's own edge, to wait one step more and no longer: the argument is that of ``go``."""
+        self.decide(f"starved/{switch}", [edge + 1, reason])
+
     # Single keys, for heartbeats and agents.
 
     def post(self, key: str, text: str) -> None:

@@ -6,7 +6,7 @@ bit pattern as a signed integer (unsigned for uint8 and bool), ``weight`` the pr
 counts; the ``+ 1`` makes an element that nobody holds, or two hold, visible even where it is zero. Weights are odd,
 hence one changed element always changes the digest.
 
-Elements of 8 bytes are two words of 4 bytes side by side along the last dim: weights of places that lie a large power
+Elements of 8 or 16 bytes are words of 4 bytes side by side along the last dim: weights of places that lie a large power
 of two apart differ only in their high bits, and so do round numbers in fp64; together they could cancel.
 
 ``docs/digest.py`` computes the same in fifteen lines of numpy.
@@ -26,7 +26,7 @@ _BLOCK = 1 << 17
 """Elements taken at once, so that their products stay in the cache."""
 _COPIED = 1 << 22
 """Most bytes that are copied at once to be read."""
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 
 
 def multiplier(dim: int) -> int:
@@ -69,9 +69,9 @@ def _words(tensor: torch.Tensor, box: Box) -> tuple[torch.Tensor, Box]:
     if tensor.dim() == 0:
         tensor, box = tensor.reshape(1), ((0, 1),)
     words = tensor.view(torch.uint8 if tensor.dtype in {torch.bool, torch.uint8} else _WORDS[tensor.itemsize])
-    if tensor.itemsize == 8:
+    if (count := tensor.itemsize // 4) > 1:
         start, stop = box[-1]
-        box = (*box[:-1], (2 * start, 2 * stop))
+        box = (*box[:-1], (count * start, count * stop))
     return words, box
 
 

@@ -158,7 +158,7 @@ def routes(
 
 def room(frame: Frame) -> int:
     """Bytes that a frame takes in a buffer, such that the next one is aligned for every dtype."""
-    return -(-frame.nbytes // 8) * 8
+    return -(-frame.nbytes // 16) * 16
 
 
 def frames(items: Iterable[Item]) -> Iterator[Frame]:

@@ -16,12 +16,22 @@ ITEMSIZE = {
     "float32": 4,
     "bfloat16": 2,
     "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
     "int64": 8,
     "int32": 4,
     "int16": 2,
     "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
     "uint8": 1,
     "bool": 1,
+    "complex128": 16,
+    "complex64": 8,
 }
 """Bytes of one element, by dtype name as torch prints it without its prefix."""
 

@@ -37,6 +37,7 @@ from dynatrain.train.extra_state import give_extra_states
 from dynatrain.train.gradients import forget, give
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import bind, leaf_values, quiesce, remember, retire_world, unbind
+from dynatrain.train.module_settings import apply
 from dynatrain.train.preparation import Preparation
 from dynatrain.train.quiet import agree_on, facts_of, stand_still
 from dynatrain.train.streams import Streams
@@ -44,6 +45,9 @@ from dynatrain.train.world import World
 
 _ACCOUNT, _BOOKS = "account", "books"
 """What old rank 0 puts up at the step edge, on the board of a crossing."""
+
+STARVED = "starved"
+"""Key of why a crossing is given up at the edge at which it was to begin, on its board."""
 
 _POLL_SECONDS = 0.005
 
@@ -130,11 +134,18 @@ class Attempt(Preparation):
         self.party.board.post(_BOOKS, json.dumps(self.books))
         self.party.board.post(_ACCOUNT, account.to_text())
 
-    def await_edge(self) -> None:
-        """A newcomer's: return when the old ranks have come to the step edge that they agreed on, or never will."""
+    def await_edge(self) -> str:
+        """A newcomer's: return when the old ranks have come to the step edge that they agreed on, or never will.
+
+        Returns:
+            Why they do not begin there; empty where they do.
+        """
         board = self.party.board
         while board.peek(_ACCOUNT) is None and not self._channel.decided("quiesce"):
+            if (starved := board.peek(STARVED)) is not None:
+                return starved
             time.sleep(_POLL_SECONDS)
+        return ""
 
     def _run(self) -> None:
         objection = None
@@ -203,6 +214,7 @@ class Attempt(Preparation):
         if problems := (*mismatches(new, account.common), *displaced(new, account.groups)):
             raise SwitchAbortedError("a newcomer is built otherwise than the run: " + "; ".join(problems))
         take(new, account.common, account.groups)
+        apply(new.parts, new.found, new.rule, new.built, new.changed)
         give_extra_states(new.owners, new.given)
         assert self.way.after is not None
         Streams.of(account.streams).of_new_rank(self.way.after.rank, account.step).restore(self.party.device)

@@ -208,7 +208,9 @@ class Course:
         go = self._start.look(self._edge, self._step)
         # A forward without a step yet: gradients wait for a later step, equally on all ranks, which wait with them.
         # Gradients themselves would not tell: FSDP2 may hold them back, and a rank with frozen parameters has none.
-        if go is None or (go.edge >= 0 and (go.edge > self._edge or self.world.forwards.seen)):
+        if go is not None and 0 <= go.edge <= self._edge and self.world.forwards.seen:
+            go = self._start.starves(self._edge)
+        if go is None or go.edge > self._edge:
             return
         self._start.done()
         self._order = None
@@ -339,7 +341,9 @@ class Course:
         if go.edge < 0:
             attempt.give_up()
             raise NotAdmittedError(go.reason)
-        attempt.await_edge()
+        if starved := attempt.await_edge():
+            attempt.give_up()
+            raise NotAdmittedError(starved)
         self._step_ended = time.perf_counter()
         self._edge = go.edge - 1  # the same edge comes again, at which the old ranks are
         self._attempt = attempt

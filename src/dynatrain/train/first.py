@@ -16,6 +16,7 @@ from dynatrain.train.party import Party
 from dynatrain.train.registered import try_out
 from dynatrain.train.states import UnknownStateError, create_optimizer_state, leaves
 from dynatrain.train.streams import Streams
+from dynatrain.train.targets import require_reduced
 from dynatrain.train.world import GRAD, World, is_scheduler
 
 Initial = Callable[[World, Pool], None]
@@ -28,19 +29,39 @@ def first_world(party: Party, groups: GroupPool, layout: Layout, initial: Initia
     Raises:
         UnplacedTensorError, UnknownStateError, UnknownHookError: what could not be switched, by name.
     """
-    before = Streams.read(party.device)
-    world = make_world(party, groups, layout, on_meta=initial is not None)
-    if initial is not None and not Streams.read(party.device).same(before):
-        raise UnknownStateError(
-            "build seeds, or draws from, the process-wide random streams: every later layout is built beside training, "
-            "which draws from the same; let initial do it"
-        )
+    world = _built_on_meta(party, groups, layout)
+    if initial is None:  # then that was a rehearsal
+        world = make_world(party, groups, layout, on_meta=False)
     with mapped_apart():
         if initial is not None:
             initial(world, party.memory)
         create_optimizer_state(world.optimizer)
     _refuse_without_master(world)
+    require_reduced(party, world)
     check_carried(world, layout)
+    return world
+
+
+def _built_on_meta(party: Party, groups: GroupPool, layout: Layout) -> World:
+    """As every later layout is built; where the first is not, a rehearsal, which costs one build without memory.
+
+    Raises:
+        UnknownStateError: it seeds or draws, which training would feel.
+    """
+    before = Streams.read(party.device)
+    elsewhere = before.of_new_rank(-1, 0)  # where nobody seeds them to, so that any seed is seen
+    elsewhere.restore(party.device)
+    try:
+        world = make_world(party, groups, layout, on_meta=True)
+        moved = not Streams.read(party.device).same(elsewhere)
+    finally:
+        before.restore(party.device)
+    if moved:
+        raise UnknownStateError(
+            "build seeds, or draws from, the process-wide random streams on meta: every later layout is built beside "
+            "training, which draws from the same. Seed before Switcher(...), or in build where torch.empty(0) is not "
+            "on meta, or let initial do it"
+        )
     return world
 
 

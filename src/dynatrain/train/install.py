@@ -32,6 +32,7 @@ from dynatrain.train.live import (
     merge,
     reshard,
 )
+from dynatrain.train.module_settings import apply, refuse_meta, settings_of
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.optimizers.state import scalar_device
 from dynatrain.train.party import Party
@@ -59,11 +60,16 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
         raise UnplacedTensorError(
             f"build returned an optimizer over {foreign} parameter(s) that its model does not have"
         )
+    if on_meta:
+        refuse_meta(parts, found)
     forwards = Forwards()
     for part in parts if optimizer.param_groups else ():  # without an update to come, no forward waits for one
         part.register_forward_pre_hook(forwards)
     hooks = built_hooks(parts, optimizer)
-    return World(layout, mesh, parts, optimizer, found, built_hooks=hooks, forwards=forwards, rule=party.names)
+    built = settings_of(parts, found, party.names)
+    return World(
+        layout, mesh, parts, optimizer, found, built_hooks=hooks, forwards=forwards, rule=party.names, built=built
+    )
 
 
 def report(world: World, states: Mapping[str, tuple[State, ...]], rank: int) -> list[Any]:
@@ -250,6 +256,8 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     new.gradients = {name: by_name[name][GRAD] for name in new.found if GRAD in by_name[name]}
     give(new, new.gradients)
     carry_hooks(old, new)
+    refuse_meta(new.parts, {})  # also what a list has kept of parameters, whose places others have taken
+    apply(new.parts, new.found, new.rule, new.built, new.changed)
     give_extra_states(new.owners, new.given)
     _bind_objects(party, old, new, by_name)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,8 @@ from dynatrain.layout.layout import Layout, name_of
 from dynatrain.models.names import NameRule
 from dynatrain.space.box import Box, shape_of, volume
 from dynatrain.space.ownership import Ownership, Placement, Span
-from dynatrain.space.tensor import Catalogue, State, Tensor
+from dynatrain.space.tensor import ITEMSIZE, Catalogue, State, Tensor
+from dynatrain.train.groups import axis_members
 from dynatrain.train.segments import SegmentError, Segments, Slot, check_states
 from dynatrain.train.torch_private import local_tensor, padded_numels
 
@@ -176,6 +178,30 @@ def cuts_of(value: torch.Tensor) -> tuple[tuple[str, int], ...]:
     return tuple(sharded[name] for name in CUT_ORDER if name in sharded)
 
 
+def misplaced(value: torch.Tensor, layout: Layout, rank: int) -> list[str]:
+    """Why the mesh that cuts ``value`` does not deal its shards out as ``layout`` does; empty where it does.
+
+    A mesh of equal sizes may count its ranks in another order: every shard then has the right shape, and another place.
+    """
+    if not isinstance(value, DTensor):
+        return []
+    mesh, problems = value.device_mesh, []
+    coordinates = mesh.get_coordinate()
+    for axis, _ in cuts_of(value):
+        dim = (mesh.mesh_dim_names or ()).index(axis)
+        wanted = axis_members(layout, axis, rank)
+        # FSDP2 shards by the rank in the axis' group, DTensor by the coordinate in the mesh: torch sorts the one only.
+        at = wanted[coordinates[dim]] if coordinates and coordinates[dim] < len(wanted) else None
+        members = dist.get_process_group_ranks(mesh.get_group(dim))
+        if members != wanted or at != rank:
+            problems.append(
+                f"axis {axis} of its mesh has rank {rank} at place {coordinates and coordinates[dim]} of ranks "
+                f"{members}, {layout.axes} at place {layout.index(axis, rank)} of {wanted}; cut the mesh that build is "
+                "given (mesh['fsdp'], mesh['tp'], ...): an order of your own belongs into the layout (order_...)"
+            )
+    return problems
+
+
 def disordered(value: torch.Tensor) -> str:
     """Why the part of ``value`` that a rank holds is not its box, of a sharding that names the right axes; else empty.
 
@@ -223,6 +249,12 @@ def describe(
         except UnplacedTensorError as problem:
             problems.append(f"{name}: {problem}")
             continue
+        problems += [f"{name}: {problem}" for problem in misplaced(entry.value, layout, rank)]
+        problems += [
+            f"{name}: {state.name} has dtype {state.dtype}, which no switch moves; these are {', '.join(ITEMSIZE)}"
+            for state in states[name]
+            if state.dtype not in ITEMSIZE
+        ]
         item = Described(name, entry.shape, cuts, states[name], stage)
         local = tuple(local_tensor(entry.value).shape)
         box = box_of(item.shape, cuts, layout, rank)

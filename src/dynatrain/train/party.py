@@ -36,6 +36,11 @@ what arrived), and at the end ``committed``, ``aborted`` or ``failed``, where st
 raises before the end fails the attempt."""
 
 
+DataParallel = Literal["fixed", "free", "own"]
+"""What a loop says of its data ranks: their number is part of its mathematics; it may change, as one global batch is
+cut into equal shares; or the loop reduces gradients over them by itself, which is then not looked at."""
+
+
 def _quiet(_event: str, _round: int, _switch: int) -> None:
     return
 
@@ -63,6 +68,7 @@ class Party:
         budget: bytes over max(old, new) in ``tight``; 0 for the least that suffices.
         round_bytes: bytes of whole tensors in one round of ``keep``.
         unequal_copies: what becomes of copies that differ before a switch.
+        data_parallel: what the loop says of its data ranks.
         ranks_per_node: how ranks share machines; None for one machine.
         transport: makes the transport of a switch from its group; tests put a double in between.
         early: whether switches are decided before their first step: of a job that trains nothing, and so never comes to
@@ -88,6 +94,7 @@ class Party:
     budget: int = 0
     round_bytes: int = ROUND_BYTES
     unequal_copies: Literal["refuse", "owner"] = "refuse"
+    data_parallel: DataParallel = "fixed"
     ranks_per_node: int | None = None
     transport: Callable[[dist.ProcessGroup, range], Transport] = field(default_factory=Nearest)
     early: bool = False

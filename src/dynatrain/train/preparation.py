@@ -40,6 +40,7 @@ from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
 from dynatrain.train.proof import Proof
 from dynatrain.train.saved import Saved
+from dynatrain.train.targets import require_reduced
 from dynatrain.train.world import World, nothing
 
 
@@ -193,6 +194,8 @@ class Preparation:
                 self.new = make_world(after, self.way.made, self.target, on_meta=True)
         elif other := other_states(self.new, self.old.catalogue):
             raise SwitchAbortedError(f"the states of {', '.join(other)} are not those of the run: register what it has")
+        if not self.way.comes:
+            require_reduced(after, self.new, self.old)
         states = values_alone(self.new)
         if self.order.after:
             states = with_gradients(states, self.new)

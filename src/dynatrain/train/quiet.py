@@ -6,13 +6,18 @@ from dynatrain.execute.pieces import Pieces
 from dynatrain.layout.layout import Layout
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.equal import require_equal
-from dynatrain.train.extra_state import check_extra_states, hear, tell
+from dynatrain.train.extra_state import check_extra_states, hear
+from dynatrain.train.extra_state import tell as tell_extra
 from dynatrain.train.gradients import agree_untouched, take
 from dynatrain.train.install import check_carried, check_tensors, other_states, quiesce, refuse_pinned
 from dynatrain.train.live import renew_buffers
+from dynatrain.train.module_settings import settings_of
 from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
 from dynatrain.train.registered import common
+from dynatrain.train.settings import changes, of_the_loop, require_portable, require_takers, tell
+from dynatrain.train.settings import hear as agree_settings
+from dynatrain.train.states import UnknownStateError
 from dynatrain.train.world import World
 
 
@@ -22,11 +27,29 @@ def facts_of(way: Passage, old: World, new: World) -> list[Any]:
     Raises:
         UnknownStateError: newcomers could not read some extra state; by name.
     """
-    travels = max(old.layout.size("pp"), new.layout.size("pp")) > 1 or way.crossing is not None
+    travels = _travels(way, old, new)
+    changed = changes(old.built, settings_of(old.parts, old.found, old.rule))
+    if old.layout.size("pp") > 1:
+        changed = of_the_loop(changed)
+    new.changed = changed
+    if late := [whose for whose, which in changed if which == "requires_grad" and old.gradients]:
+        raise UnknownStateError(
+            f"requires_grad of {', '.join(late)} was set since build, so that the next layout's gradients are others: "
+            "switch at a step's edge (after=0)"
+        )
+    if travels:
+        require_portable(changed)
+    else:
+        require_takers(changed, new.built, travels=False)
     check_extra_states(old.owners, staged=travels)
     assert old.ownership is not None
-    extra = tell(old.owners, new.owners, speaks=travels and way.speaks(old.ownership))
-    return [common(old), extra, sorted(old.untouched)]
+    extra = tell_extra(old.owners, new.owners, speaks=travels and way.speaks(old.ownership))
+    return [common(old), extra, sorted(old.untouched), tell(changed)]
+
+
+def _travels(way: Passage, old: World, new: World) -> bool:
+    """Whether modules may come to ranks that had not got them."""
+    return max(old.layout.size("pp"), new.layout.size("pp")) > 1 or way.crossing is not None
 
 
 def agree_on(way: Passage, told: list[list[Any]], old: World, new: World) -> None:
@@ -35,9 +58,28 @@ def agree_on(way: Passage, told: list[list[Any]], old: World, new: World) -> Non
     Raises:
         SwitchAbortedError: something is not equal, or has nowhere to go, by name; on every rank alike.
     """
-    require_equal([facts for facts, _, _ in way.of_old(told)])
-    agree_untouched(old, [names for _, _, names in told])
-    new.given = hear([extra for _, extra, _ in told], old.owners, new.owners, way.party.device)
+    require_equal([facts for facts, *_ in way.of_old(told)])
+    agree_untouched(old, [names for _, _, names, _ in told])
+    new.given = hear([extra for _, extra, _, _ in told], old.owners, new.owners, way.party.device)
+    settings = [of for *_, of in told]
+    assert old.ownership is not None
+    new.changed = agree_settings(settings, new.changed, old.catalogue, old.ownership, travels=_travels(way, old, new))
+
+
+def _since(world: World, names: list[str]) -> str:
+    """What to do, where these tensors have other states because they were frozen or freed since build."""
+    built, found = world.built, {world.where[name][0]: world.found[world.where[name][0]].value for name in names}
+    freed = [
+        name
+        for name, value in found.items()
+        if built.get((f"parameter {name}", "requires_grad"), value.requires_grad) != value.requires_grad
+    ]
+    if not freed:
+        return ""
+    return (
+        f": requires_grad of {', '.join(freed)} was set since build, and the optimizer has made state since. Let build "
+        "train what is to be trained later and freeze it afterwards, so that its state is there from the start"
+    )
 
 
 def stand_still(party: Party, world: World, target: Layout, *, inside: bool, gives_up: bool) -> Pieces:
@@ -69,7 +111,8 @@ def at_rest(party: Party, world: World, *, gives_up: bool) -> Pieces:
     renew_buffers(world.parts, world.found)
     check_tensors(party, world)
     if changed := other_states(world, world.catalogue):
-        raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")
+        why = _since(world, changed)
+        raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start{why}")
     pieces = world.pieces(party.rank, party.device)
     if gives_up:
         refuse_pinned(world, pieces)

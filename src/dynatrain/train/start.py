@@ -8,9 +8,15 @@ import time
 from collections.abc import Callable
 
 from dynatrain.cluster.board import Go
-from dynatrain.train.attempt import Attempt
+from dynatrain.train.attempt import STARVED, Attempt
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
+
+_PENDING = (
+    "gradients are pending at every edge: since each update a forward has run with gradients on, and no update after "
+    "it. Validate under torch.no_grad(), end a step of sw.steps behind its optimizer.step(), or divide it by "
+    "sw.step_parts and switch inside it"
+)
 
 
 class Start:
@@ -33,6 +39,7 @@ class Start:
         self._board = attempt.way.gate if attempt else party.board
         self._number = crossing.generation if crossing else order.turn
         self._told_at = 0.0
+        self._pending_since = 0.0
 
     def look(self, edge: int, step: int) -> Go | None:
         """Tell the others how far this rank is, and see what was decided.
@@ -51,6 +58,23 @@ class Start:
             go = self._give_up(waited)
         return go
 
+    def starves(self, edge: int) -> Go | None:
+        """At an edge at which the order could begin, gradients wait for a later step, on all ranks alike.
+
+        Returns:
+            That the order is given up, on all ranks at one edge; None while they go on waiting.
+        """
+        self._pending_since = self._pending_since or time.monotonic()
+        found = self._board.starved(self._number)
+        waited = time.monotonic() - self._pending_since
+        if found is None and waited > self._party.patience:
+            self._board.starve(self._number, edge, f"{_PENDING} ({waited:.3g} s)")
+        if found is None or edge < found[0]:
+            return None
+        if self._crossing is not None:
+            self._board.post(STARVED, found[1])  # newcomers know the edge that was agreed on, and wait for it
+        return Go(edge=-1, reason=found[1])
+
     def give_up(self, reason: str) -> Go:
         """Propose not to begin; what stands: the ranks may have decided before."""
         return self._board.give_up(self._number, reason)
@@ -59,6 +83,8 @@ class Start:
         """This rank knows where to begin, and looks no more."""
         if self._crossing is None:  # else a newcomer may look later; the keys go with the crossing's board
             self._board.done_with(self._number)
+            if self._pending_since:
+                self._board.leave(f"starved/{self._number}")
 
     def _give_up(self, waited: float) -> Go:
         if self._attempt is not None and (cold := self._attempt.way.cold()):

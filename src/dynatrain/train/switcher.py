@@ -51,13 +51,14 @@ from dynatrain.train.install import survey
 from dynatrain.train.keeping import Keeps
 from dynatrain.train.loading import Rename, load
 from dynatrain.train.parking import ParkedError, Parking
+from dynatrain.train.party import DataParallel
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saved, Saver, SavingError
 from dynatrain.train.saving import Saves
 from dynatrain.train.segments import Fused, Segments
 from dynatrain.train.standing import standing
 from dynatrain.train.surviving import Survivable, SurvivingCourse
-from dynatrain.train.targets import DataParallel, Read, same_meaning, served, whole_world
+from dynatrain.train.targets import Read, same_meaning, served, whole_world
 from dynatrain.train.turns import Turns
 from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
@@ -96,8 +97,8 @@ class Switcher(Survivable, Handles):
         name: of one job of several in this process (an actor, a critic, a reference), each a ``Switcher`` of its own;
             the module's text tells how they are stepped. Equal on all ranks.
         promise: the most bytes of state that all jobs to which it is given hold together.
-        data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; with
-            ``fixed``, a loop in which FSDP2 averages gradients keeps its number of data ranks.
+        data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; ``own``
+            where it also reduces gradients itself; with ``fixed``, one that FSDP2 averages for keeps its data ranks.
         saves: where and when the job is saved; None for never.
         keeps: how often snapshots are taken against losses; None for never.
         save_at_stop: also when it is stopped.
@@ -161,6 +162,7 @@ class Switcher(Survivable, Handles):
             deadline=deadline,
             budget=budget,
             unequal_copies=unequal_copies,
+            data_parallel=data_parallel,
             **more,
         )
         self._recorder = recorder

@@ -2,17 +2,16 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Literal
 
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import EXPERT_AXES, Layout
 from dynatrain.layout.nearest import ranked
 from dynatrain.layout.text import parse_layout, print_layout, short_layout
-from dynatrain.train.torch_private import takes_means
+from dynatrain.train.groups import axis_members
+from dynatrain.train.live import UnplacedTensorError
+from dynatrain.train.party import DataParallel, Party
+from dynatrain.train.torch_private import fsdp_reductions, takes_means
 from dynatrain.train.world import World
-
-DataParallel = Literal["fixed", "free"]
-"""Whether the number of data ranks may change in a loop whose gradients are means over them."""
 
 Read = Callable[[str, int], Layout]
 """``read(text, world_size)``: a layout for a world of so many ranks; raises :class:`LayoutError` where the job cannot
@@ -20,7 +19,8 @@ have it."""
 
 _WAYS_OUT = (
     "if the loop cuts one global batch into equal shares by sw.layout.data_ranks, say "
-    "Switcher(data_parallel='free'); if it normalises by itself, set the divide factor of every FSDP module in build"
+    "Switcher(data_parallel='free'); if it normalises by itself, set the divide factor of every FSDP module in build; "
+    "if it reduces gradients by itself, say data_parallel='own'"
 )
 
 
@@ -84,7 +84,7 @@ def same_meaning(read: Read, world: World, data_parallel: DataParallel) -> Read:
         data_parallel: what the loop says of itself.
     """
     means = [found for part in world.parts if (found := takes_means(part)) is not None]
-    if data_parallel == "free" or not world.trains or (means and not any(means)):
+    if data_parallel != "fixed" or not world.trains or (means and not any(means)):
         return read
 
     first = world.layout
@@ -105,3 +105,44 @@ def same_meaning(read: Read, world: World, data_parallel: DataParallel) -> Read:
         return layout
 
     return careful
+
+
+def require_reduced(party: Party, world: World, before: World | None = None) -> None:
+    """Refuse a layout in which FSDP2 leaves gradients of trained parameters unreduced over some of the data ranks.
+
+    A build that overlooks dp still trains, each replica for itself. FSDP2 is relied on for what it manages here, and
+    for what it managed in the layout ``before``. A reduction hook of the user's is taken at its word.
+
+    Args:
+        party: this rank in that world; ``data_parallel="own"`` says that the loop reduces by itself.
+        world: freshly built.
+        before: the one that trains; None at the start.
+
+    Raises:
+        UnplacedTensorError: all such parameters, by name.
+    """
+    layout = world.layout
+    if party.data_parallel == "own":
+        return
+    # Along with cp or experts, fsdp is read otherwise by some of the tensors; their builds are known to be right.
+    axes = ("dp", "fsdp") if layout.size("cp") == layout.ep == layout.etp == 1 else ("dp",)
+    members = {axis: set(axis_members(layout, axis, party.rank)) for axis in axes if layout.size(axis) > 1}
+    relied = _reduced(before) if before is not None and before.layout.data_ranks > 1 else {}
+    here, problems = _reduced(world), []
+    for name, entry in world.found.items():
+        if not entry.value.requires_grad or here.get(name, ()) is None or (name not in here and name not in relied):
+            continue
+        over = [set(ranks) for ranks in here.get(name) or ()]
+        if lacking := [axis for axis, ranks in members.items() if not any(ranks <= one for one in over)]:
+            problems.append(f"{name}: nothing reduces its gradient over {' and '.join(lacking)}")
+    if problems:
+        raise UnplacedTensorError(
+            f"{'; '.join(problems)}; in {short_layout(layout)} each of them has data of its own. Give fully_shard "
+            "mesh['dp', 'fsdp'], or say Switcher(data_parallel='own') where the loop itself reduces"
+        )
+
+
+def _reduced(world: World) -> dict[str, tuple[tuple[int, ...], ...] | None]:
+    """:func:`fsdp_reductions` by canonical name."""
+    by_id = {key: axes for part in world.parts for key, axes in fsdp_reductions(part).items()}
+    return {name: by_id[id(entry.value)] for name, entry in world.found.items() if id(entry.value) in by_id}

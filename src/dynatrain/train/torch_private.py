@@ -132,6 +132,67 @@ def takes_means(module: nn.Module) -> bool | None:
     return any(factor is None for factor in factors) if factors else None
 
 
+def fsdp_settings(unit: FSDPModule) -> tuple[dict[str, Any], dict[str, object]]:
+    """What one FSDP2 unit is set to: plain values that :func:`set_fsdp` takes, and the objects that it sends with.
+
+    ``reshard_after_forward`` is None while torch chooses, which it does anew at the first forward.
+    """
+    state = unit._get_fsdp_state()  # noqa: SLF001
+    plain: dict[str, Any] = {}
+    held: dict[str, object] = {}
+    for group in state._fsdp_param_groups:  # noqa: SLF001
+        plain |= {name: getattr(group, attribute) for name, attribute in _FSDP_SETTINGS.items()}
+        held |= {name: getattr(group, attribute) for name, attribute in _FSDP_OBJECTS.items()}
+        part = group.post_forward_mesh_info  # None where weights stay gathered
+        freed = part is not None and (part is group.mesh_info or part.shard_mesh_size)
+        plain["reshard_after_forward"] = None if state._auto_reshard_after_forward else freed  # noqa: SLF001
+    return plain, held
+
+
+def set_fsdp(unit: FSDPModule, values: Mapping[str, Any]) -> None:
+    """Set one unit, and none inside it, to what :func:`fsdp_settings` told of another one."""
+    for name, value in values.items():
+        if name == "reshard_after_forward":
+            unit.set_reshard_after_forward(value, recurse=False)
+            continue
+        for group in unit._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+            setattr(group, _FSDP_SETTINGS[name], value)
+
+
+_FSDP_SETTINGS = {
+    "gradient_divide_factor": "gradient_divide_factor",
+    "requires_gradient_sync": "reduce_grads",
+    "requires_all_reduce": "all_reduce_grads",
+    "reshard_after_backward": "reshard_after_backward",
+    "force_sum_reduction_for_comms": "force_sum_reduction_for_comms",
+    "unshard_in_backward": "unshard_in_backward",
+    "reduce_scatter_unused_params": "reduce_scatter_unused_params",
+}
+"""Attributes of FSDP2's parameter groups, by the names of the methods that set them."""
+
+_FSDP_OBJECTS = {
+    "custom_all_gather": "_all_gather_comm",
+    "custom_reduce_scatter": "_reduce_scatter_comm",
+    "all_reduce_hook": "_all_reduce_hook",
+}
+
+
+def fsdp_reductions(module: nn.Module) -> dict[int, tuple[tuple[int, ...], ...] | None]:
+    """Over which ranks FSDP2 reduces each parameter's gradient: one tuple for each axis of its mesh, by identity.
+
+    None where a hook of the user's goes on with the reduction, over whatever it likes.
+    """
+    found: dict[int, tuple[tuple[int, ...], ...] | None] = {}
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            for group in part._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+                mesh = group.mesh_info.mesh
+                axes = tuple(tuple(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in range(mesh.ndim))
+                hooked = group._all_reduce_hook is not None  # noqa: SLF001
+                found |= {id(param.sharded_param): None if hooked else axes for param in group.fsdp_params}
+    return found
+
+
 def unreduced(module: nn.Module) -> set[int]:
     """Identities of the parameters of ``module`` whose gradients FSDP2 still holds whole, to be reduced later."""
     held = set()
@@ -276,6 +337,11 @@ def share_shard(module: nn.Module, path: str, param: nn.Parameter) -> None:
     owner, _, leaf = path.rpartition(".")
     module.get_submodule(owner).register_parameter(leaf, param)
     state.sharded_param = param
+
+
+def times_written(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written in place, by any of its views."""
+    return tensor._version  # noqa: SLF001
 
 
 def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:

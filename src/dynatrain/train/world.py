@@ -18,6 +18,7 @@ from dynatrain.train.extra_state import Owner, owners
 from dynatrain.train.live import Entry
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.segments import Slot
+from dynatrain.train.settings import Key, Settings
 from dynatrain.train.states import Form, Leaf, catalogue_states, leaves, optimizer_states
 from dynatrain.train.torch_private import local_tensor
 
@@ -27,7 +28,8 @@ Build = Callable[[DeviceMesh, Layout], tuple[Any, Any]]
 what is not trained, such as the reference of a policy.
 
 Called under ``torch.device("meta")`` for every layout but the first, in a thread beside training: so it must make
-modules and nothing else, and neither seed nor draw from the process-wide random streams then."""
+modules and nothing else, and neither seed nor draw from the process-wide random streams then. Once at the start it is
+called like that for the first layout, too, to see that it does not."""
 
 MECHANICS = ("params", "foreach", "fused")
 """What a parameter group says of how to compute, which is the layout's business and is not carried."""
@@ -64,6 +66,8 @@ class World:
         forms: how registered objects keep each of their states.
         where: of each logical tensor, the entry of ``found`` that it lies in, and its slot where it has one.
         rule: of canonical names.
+        built: what modules, parameters and FSDP units were set to right after ``build``.
+        changed: what the next world is to be set to otherwise than built, from the quiet of a switch on.
         given: extra state that waits for the modules, by name, from the move of a switch on.
         gradients: local pieces of accumulated gradients by canonical name, during a switch inside a step; else empty.
         untouched: names of those among them that no backward has touched: pieces of zeros, and None in ``.grad``.
@@ -81,6 +85,8 @@ class World:
     ownership: Ownership | None = None
     forms: dict[str, Form] = field(default_factory=dict)
     rule: NameRule = strip_wrappers
+    built: Settings = field(default_factory=dict)
+    changed: dict[Key, tuple[Any, Any]] = field(default_factory=dict)
     given: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     untouched: frozenset[str] = frozenset()

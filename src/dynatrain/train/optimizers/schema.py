@@ -42,7 +42,7 @@ OURS = (Adafactor, Muon, AdamW8bit)
 
 
 def kept(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, tuple[State, ...], dict[str, Any]]]:
-    """Each trainable parameter, the states that ``optimizer`` keeps of it, and its group. A frozen one has none.
+    """Each parameter, the states that ``optimizer`` keeps of it, and its group. A frozen one has none, or those it had.
 
     Raises:
         LookupError: an optimizer without a schema, by name.
@@ -57,7 +57,7 @@ def kept(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, tuple
         assert schema is not None
         for group in one.param_groups:
             for param in group["params"]:
-                yield param, (schema(group, param) if param.requires_grad else ()), group
+                yield param, (schema(group, param) if param.requires_grad or one.state.get(param) else ()), group
 
 
 def _schema(optimizer: torch.optim.Optimizer) -> Schema | None:

@@ -1,0 +1,154 @@
+"""Settings of live modules, parameters and FSDP2 units: read, and set. See :mod:`dynatrain.train.settings`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from dynatrain.models.names import WRAPPERS, NameRule, strip_wrappers
+from dynatrain.train.live import Entry
+from dynatrain.train.settings import ABSENT, UNIT, UNSEEN, Held, Key, Settings, carried, require_takers
+from dynatrain.train.states import UnknownStateError
+from dynatrain.train.torch_private import fsdp_settings, set_fsdp, times_written
+
+_TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}  # this is speed alone
+_WRAPPERS = frozenset().union(*WRAPPERS.values())
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
+_OWNER = "_owner"
+
+
+def settings_of(parts: Sequence[nn.Module], found: Mapping[str, Entry], rule: NameRule) -> Settings:
+    """All settings of a world's modules, parameters and FSDP units, as they are now."""
+    now: Settings = {}
+    for name, module in _modules(parts, rule):
+        for attribute, value in _attributes(module):
+            now.setdefault((f"module {name}", attribute), value)
+        if isinstance(module, FSDPModule):
+            plain, held = fsdp_settings(module)
+            now |= {(f"{UNIT}{name}", setting): value for setting, value in plain.items()}
+            now |= {(f"{UNIT}{name}", setting): Held(value) for setting, value in held.items()}
+    for name, entry in found.items():
+        if isinstance(entry.value, nn.Parameter):
+            now[f"parameter {name}", "requires_grad"] = entry.value.requires_grad
+            for attribute, value in vars(entry.value).items():
+                now[f"parameter {name}", attribute] = value if carried(value) else Held(value)
+    return now
+
+
+def apply(
+    parts: Sequence[nn.Module],
+    found: Mapping[str, Entry],
+    rule: NameRule,
+    built: Settings,
+    changed: Mapping[Key, tuple[Any, Any]],
+) -> None:
+    """Set on a world's modules, parameters and FSDP units what was changed on those of the old one.
+
+    Args:
+        parts: the modules, before their first forward; mutated.
+        found: their tensors.
+        rule: of canonical names.
+        built: their settings right after build.
+        changed: what :func:`hear` gave.
+
+    Raises:
+        UnknownStateError: as :func:`require_takers`.
+    """
+    if not changed:
+        return
+    require_takers(changed, built, travels=True)
+    by_owner: dict[str, dict[str, Any]] = {}
+    for (whose, which), (_, now) in changed.items():
+        by_owner.setdefault(whose, {})[which] = now
+    for name, module in _modules(parts, rule):
+        values = by_owner.get(f"module {name}", {})
+        wrapper = _kind(module).__name__ in _WRAPPERS
+        _set(module, {key: value for key, value in values.items() if key == "training" or not wrapper})
+        if isinstance(module, FSDPModule):
+            set_fsdp(module, by_owner.get(f"{UNIT}{name}", {}))
+    for name, entry in found.items():
+        _set(entry.value, by_owner.get(f"parameter {name}", {}))
+
+
+def refuse_meta(parts: Sequence[nn.Module], found: Mapping[str, Entry]) -> None:
+    """Refuse a build on meta whose modules keep plain tensors, which nothing would fill.
+
+    Raises:
+        UnknownStateError: all of them, by name.
+    """
+    known = {id(entry.value) for entry in found.values()}
+    lost = [
+        f"{name}.{attribute}".removeprefix(".")
+        for part in parts
+        for name, module in part.named_modules()
+        for attribute, value in vars(module).items()
+        if attribute not in _TORCHS_OWN and any(one.is_meta and id(one) not in known for one in _tensors(value))
+    ]
+    if lost:
+        raise UnknownStateError(
+            f"{', '.join(lost)}: plain tensors of modules, neither parameters nor buffers; every later layout is built "
+            "on meta, where they have no values: register buffers (persistent=False where no file is to have them)"
+        )
+
+
+def _modules(parts: Sequence[nn.Module], rule: NameRule) -> Iterator[tuple[str, nn.Module]]:
+    for part in parts:
+        for path, module in part.named_modules():
+            yield _name(part, path, rule) or "(the model)", module
+
+
+def _name(part: nn.Module, path: str, rule: NameRule) -> str:
+    inside = f"{path}.{_OWNER}" if path else _OWNER
+    try:
+        name = rule(part, inside)
+    except Exception:  # noqa: BLE001 - a rule for tensors alone, such as a table
+        name = inside
+    name = name if name.endswith(_OWNER) else strip_wrappers(part, inside)
+    return name.removesuffix(_OWNER).removesuffix(".")
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    kind = _kind(module)
+    if kind.__name__ in _WRAPPERS:
+        yield "training", module.training
+        return
+    private = kind.__module__.startswith("torch.")
+    for attribute, value in vars(module).items():
+        if attribute in _TORCHS_OWN or (private and attribute.startswith("_")):
+            continue
+        if carried(value):
+            yield attribute, value
+        elif isinstance(value, torch.Tensor) and value.grad_fn is None:
+            yield attribute, Held(value, times_written(value))
+        elif isinstance(value, _FUNCTIONS):
+            yield attribute, Held(value)
+        else:  # a container, an object; or a result of the last forward, which the next one makes again
+            yield attribute, UNSEEN
+
+
+def _kind(module: nn.Module) -> type:
+    """The module's class as it was before FSDP2 put one of its own in its place."""
+    return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        yield from (one for one in value if isinstance(one, torch.Tensor))
+    elif isinstance(value, dict):
+        yield from (one for one in value.values() if isinstance(one, torch.Tensor))
+
+
+def _set(owner: nn.Module | torch.Tensor, values: Mapping[str, Any]) -> None:
+    for which, value in values.items():
+        if which == "requires_grad":
+            owner.requires_grad_(value)
+        elif not isinstance(value, str) or value != ABSENT:
+            setattr(owner, which, value)
+        elif hasattr(owner, which):
+            delattr(owner, which)

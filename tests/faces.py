@@ -1,0 +1,123 @@
+"""A model with all that a loop may set behind build, builds that are wrong in one way each, and what a loop sets."""
+
+import contextlib
+
+import torch
+from tests.dist.foreign import whole
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+DATA = ("dp", "fsdp")
+DTYPES = ("complex64", "complex128", "uint16", "uint64", "float8_e4m3fn", "float8_e8m0fnu")
+
+
+class Face(nn.Module):
+    """Dropout, a flag of a data-dependent initialisation, a frozen layer, and buffers of rare types."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(6, 8)
+        self.drop = nn.Dropout(0.1)
+        self.frozen = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)).requires_grad_(requires_grad=False)
+        self.out = nn.Linear(8, 6)
+        self.ready = False
+        for name in DTYPES:
+            self.register_buffer(name, torch.arange(6.0).to(getattr(torch, name)))
+
+    def forward(self, x):
+        if not self.ready:
+            with torch.no_grad():
+                self.out.bias.fill_(7.0)
+            self.ready = True
+        return self.out(self.frozen(self.drop(self.inside(x))))
+
+
+def nothing(net, layout):
+    """No change."""
+
+
+def build_with(change=nothing, axes=DATA, make=Face, optimizer=torch.optim.AdamW):
+    """A build that shards over ``axes``; ``change(net, layout)`` is done last."""
+
+    def build(mesh, layout):
+        with torch.random.fork_rng() if torch.empty(0).device.type != "meta" else contextlib.nullcontext():
+            net = make()
+        fully_shard(net, mesh=mesh[axes])
+        change(net, layout)
+        return net, optimizer(net.parameters(), lr=1e-2)
+
+    return build
+
+
+def reversed_mesh(mesh, layout):
+    """As a user writes it who makes the mesh himself."""
+    net = nn.Linear(4, 8, bias=False)
+    mine = DeviceMesh("cpu", [1, 0], mesh_dim_names=("fsdp",)) if layout.size("fsdp") > 1 else mesh[DATA]
+    fully_shard(net, mesh=mine)
+    return net, torch.optim.SGD(net.parameters())
+
+
+def seeds(mesh, layout):
+    torch.manual_seed(0)
+    return build_with()(mesh, layout)
+
+
+def draws(mesh, layout):
+    torch.rand(1, device="cpu")
+    return build_with()(mesh, layout)
+
+
+class Attribute(nn.Linear):
+    """A tensor that is neither parameter nor buffer."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.freqs = torch.arange(4.0)
+
+
+class Half(nn.Linear):
+    """A type that nothing moves."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("table", torch.zeros(3, dtype=torch.complex32))
+
+
+def facts(sw):
+    """What a loop sees of all that it has set."""
+    net = sw.model
+    return {
+        "training": [module.training for module in net.modules()],
+        "p": (net.drop.p, net.frozen[1].p),
+        "flags": (net.ready, net.note, net.inside.mark),
+        "marks": {name: (p.requires_grad, getattr(p, "shared", "")) for name, p in net.named_parameters()},
+        "buffers": {name: whole(buffer.view(torch.uint8)) for name, buffer in net.named_buffers()},
+    }
+
+
+def set_up(net):
+    """Everything that a loop may set behind build, and no tensor holds."""
+    net.frozen.eval()
+    net.drop.p = 0.5
+    net.note, net.inside.mark = "late", 3
+    net.out.weight.shared = "all"
+    net.inside.bias.requires_grad_(requires_grad=False)  # behind a step, so that AdamW has moments of it
+    net.set_gradient_divide_factor(1.0)
+    net.set_reshard_after_forward(reshard_after_forward=False)
+
+
+def put_a_tensor(net):
+    net.inside.seen = torch.zeros(3)
+
+
+def put_a_main_grad(net):
+    net.out.weight.main_grad = torch.zeros(3)
+
+
+def hook_the_reduction(net):
+    net.set_all_reduce_hook(lambda grad: grad)
+
+
+def count_it_otherwise(net):
+    net.ways = 5
