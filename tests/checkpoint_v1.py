@@ -90,7 +90,7 @@ def job(world, layout, **more):
     sw = Switcher(
         build,
         layout=layout,
-        data_parallel="free",
+        data_parallel="own",
         state={"schedule": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)), "scaler": Scaler()},
         **meeting(world) | more,
     )

@@ -142,7 +142,7 @@ class Walker:
             recorder=self,
             memory=Pool(poison=True),
             transport=counted,
-            data_parallel="free",
+            data_parallel="own",
             **meeting(world) | more,
         )
         self.steps = self.sw.steps(until=10**9)

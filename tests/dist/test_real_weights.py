@@ -120,7 +120,7 @@ def walk(world, layouts, right, out):
     sw = Switcher(
         build_of({name: tuple(value.shape) for name, value in right.items()}),
         layout=layouts[0],
-        data_parallel="free",
+        data_parallel="own",
         recorder=books,
         **meeting(world),
     )
