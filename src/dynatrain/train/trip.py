@@ -73,7 +73,7 @@ class Trip:
 
     def __post_init__(self) -> None:
         self.way = passage(self.party, self.order)
-        self._channel = Channel(self.party, self.order.number, self.way.groups)
+        self._channel = Channel(self.party, self.order.number, self.way.groups, f"s{self.order.number}")
         owner = self.old.ownership
         assert owner is not None
         self.proof = Proof(catalogue=self.old.catalogue, old=owner, new=owner, rank=self.party.rank)
