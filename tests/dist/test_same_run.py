@@ -10,7 +10,7 @@ from dynatrain.layout.text import print_layout
 
 LIMIT = 1e-12
 RUNS = {
-    "gloo, seed 1": Case(tour=circuit(TEN, 1), seed=1, modes=("keep", "tight"), steps_each=2),
+    "gloo, seed 1": Case(tour=circuit(TEN, 1), seed=1, modes=("keep", "tight")),
     "late, ten pairs": Case(tour=(*TEN, TEN[0]), seed=4, modes=("tight", "keep"), late=True),
     "gloo, seed 2": Case(tour=circuit(TEN, 2), seed=2, modes=("tight", "keep")),
     "gloo, seed 3": Case(tour=circuit(TEN, 3), seed=3, modes=("keep", "tight")),
