@@ -5,12 +5,18 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_FACES = {"Switcher": "dynatrain.train.switcher", "Saves": "dynatrain.train.saving"}
-"""What a loop imports from here, and where it lives; imported on first use: the package itself stays free of torch."""
+_FACES = {
+    "Switcher": "dynatrain.train.switcher",
+    "Saves": "dynatrain.train.saving",
+    "Promise": "dynatrain.execute.promise",
+    "RunHandle": "dynatrain.app.handle",
+    "RunAgent": "dynatrain.app.held",
+}
+"""What programs import from here, and where it lives; imported on first use: the package itself stays free of torch."""
 
 
 def __getattr__(name: str) -> Any:
-    """``dynatrain.Switcher``, ``dynatrain.Saves``."""
+    """``dynatrain.Switcher`` and its like."""
     if name in _FACES:
         return getattr(import_module(_FACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

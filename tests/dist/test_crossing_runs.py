@@ -41,9 +41,9 @@ pytestmark = [pytest.mark.sweep, pytest.mark.timeout(300)]
 
 
 @contextmanager
-def training(place, name, *words, **env):
+def training(place, name, *words, entry="paced:main", **env):
     """A run that is being trained, slowly while its first rank 0 is there."""
-    command = [sys.executable, MAIN, "paced:main", "train", "run.toml", "--run", name, *words]
+    command = [sys.executable, MAIN, entry, "train", "run.toml", "--run", name, *words]
     process = subprocess.Popen(
         command,
         cwd=place,

@@ -20,7 +20,9 @@ from tests.dist.foreign import (
     whole,
 )
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
@@ -76,10 +78,34 @@ def split_by_hand(net, mesh):
     net.extra.odd = nn.Parameter(value)
 
 
+def part_by_hand(net, _mesh):
+    net.extra = nn.Module()
+    net.extra.odd = nn.Parameter(torch.zeros((1, 9)[dist.get_rank()], 2))
+
+
+def pack(net, mesh):
+    """Gate and up in one, as packed linear layers have them."""
+    net.gate_up = nn.Linear(4, 8, bias=False)
+    cut = distribute_tensor(net.gate_up.weight.detach(), mesh["tp"], [_StridedShard(0, split_factor=2)])
+    net.gate_up.weight = nn.Parameter(cut)
+
+
+def cut_from_the_left(net, mesh):
+    """Cut by fsdp first, then tp: FSDP2 cuts what tp has left."""
+    net.extra = nn.Linear(4, 8, bias=False)
+    cut = distribute_tensor(net.extra.weight.detach(), mesh["fsdp", "tp"], [Shard(0), Shard(0)])
+    net.extra.weight = nn.Parameter(cut)
+
+
 def share_memory(net, _mesh):
     both = torch.zeros(2, 3)
     net.register_buffer("one", both[0])
     net.register_buffer("other", both[1])
+
+
+def build_replicated(_mesh, _layout):
+    net = DistributedDataParallel(Net().double())
+    return net, torch.optim.AdamW(groups_of(net))
 
 
 def hook_a_parameter(net, _mesh):
@@ -134,9 +160,27 @@ AT_START = {
         {"build": with_net(split_by_hand)},
         ["extra.odd: rank", "(10, 2)", "its box is", "ceil-sized"],
     ),
+    "a 1/9 split by hand": (
+        {"build": with_net(part_by_hand), "layout": "tp2", "sharded": {"odd": 0}},
+        ["extra.odd: rank 0 has (2, 2) cut (('tp', 0),)", "rank 1 has (18, 2)"],
+    ),
+    "no such dim": ({"sharded": {"out.bias": 1}}, ["out.bias has shape (3,) and no dim 1"]),
+    "sharded twice": (
+        {"sharded": {"blocks.0.0": 0}, "layout": "tp2"},
+        ["blocks.0.0.weight is declared sharded by hand, and is a DTensor that tp cuts"],
+    ),
+    "sharded, and not there": ({"sharded": {"ou": 0}}, ["no tensor has ou in its name"]),
+    "a packed shard": (
+        {"build": with_net(pack), "layout": "tp2"},
+        ["gate_up.weight: tp cuts 2 strips of dim 0", "segments"],
+    ),
     "no master": ({"build": build_short}, ["out.weight (torch.bfloat16)", "AdamW keeps no master", "float32"]),
     "one memory for two": ({"build": with_net(share_memory)}, ["one", "other", "shares its storage"]),
     "a parameter's hook": ({"build": with_net(hook_a_parameter)}, ["<lambda>", "parameter out.bias", "module hook"]),
+    "DDP": (
+        {"build": build_replicated, "layout": "dp2"},
+        ["DistributedDataParallel around module (the whole) hangs on its parameters", "fully_shard"],
+    ),
     "too few ranks": ({"layout": "fsdp3"}, ["fsdp3", "3 ranks", "the world has 2", "nearest legal"]),
     "a schedule that is not": ({"schedule": {4: "fsdp2.tp2"}}, ["4 ranks", "the world has 2"]),
     "another mathematics": ({"schedule": {4: "tp2"}}, ["1 data ranks", "fsdp2 has 2", "means", "free", "nearest"]),
@@ -189,6 +233,14 @@ def test_what_cannot_be_switched_is_refused_at_the_start_by_name():
         assert "1 data ranks" in said["a request"]
 
 
+def test_a_tensor_that_fsdp_cuts_before_tp_is_refused_though_its_parts_have_the_right_shape():
+    def work(world):
+        return refusal(lambda: switcher(world, with_net(cut_from_the_left), "fsdp2.tp2"))
+
+    for said in everywhere(4, work):
+        assert "extra.weight: fsdp cuts dim 0 before tp does" in said
+
+
 def test_what_one_rank_alone_refuses_ends_the_start_on_all_of_them_at_once_and_names_it():
     def one_odd(net, mesh):
         if dist.get_rank() == 1:
@@ -211,6 +263,9 @@ def test_what_one_rank_alone_refuses_ends_the_start_on_all_of_them_at_once_and_n
     def one_memory(net, mesh):
         if dist.get_rank() == 1:
             share_memory(net, mesh)
+        else:  # the same tensors, each with memory of its own
+            net.register_buffer("one", torch.zeros(3))
+            net.register_buffer("other", torch.zeros(3))
 
     (first, took), (second, _) = everywhere(2, work)
     assert first == second

@@ -11,6 +11,7 @@ from torch.distributed import HashStore, PrefixStore
 from dynatrain.cluster.board import Board
 from dynatrain.cluster.crossing import Crossing
 from dynatrain.cluster.worlds import crossing_board, forget_others, world_board
+from dynatrain.execute.pieces import Pool
 from dynatrain.judge.certificate import check_certificate
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.run import RunFolder
@@ -85,10 +86,11 @@ def test_a_new_rank_0_takes_over_what_is_asked_and_what_was_seen():
 def test_a_loop_without_an_agent_refuses_a_crossing_by_name_and_an_agent_s_run_refuses_its_own_world():
     def answers(worlds, order):
         board = Board(HashStore(), 2)
-        party = SimpleNamespace(rank=0, world_size=2, members=(0, 1), worlds=worlds, board=board)
+        party = SimpleNamespace(rank=0, world_size=2, members=(0, 1), worlds=worlds, board=board, memory=Pool())
         board.publish(json.dumps({"verb": order.verb, "arguments": {**asdict(order), "layout": order.layout}}))
         here = parse_layout("fsdp2")
-        turns = Turns(party, Wishes(board, {}, "keep"), whole_world, lambda: here, SimpleNamespace(busy=False), 0)
+        idle, here_too = SimpleNamespace(busy=False), SimpleNamespace(parked=False)
+        turns = Turns(party, Wishes(board, {}, "keep"), whole_world, lambda: here, idle, here_too, 0)
         return turns.take(0, 0), json.loads(board.take_answer(0) or "{}").get("message", "")
 
     none, why = answers(None, ORDER)

@@ -164,8 +164,8 @@ class Cluster:
                     self.lead.look(stopping=self.stopping)
                 node.part.look(self.now)
 
-    def ask(self, name: str, **arguments: object) -> None:
-        submit(self.run.requests, Request(id=name, verb="scale", arguments=arguments))
+    def ask(self, name: str, verb: str = "scale", **arguments: object) -> None:
+        submit(self.run.requests, Request(id=name, verb=verb, arguments=arguments))
         self.tick()
 
     def asked(self) -> dict:
@@ -267,6 +267,106 @@ def test_a_leaver_that_hangs_in_the_kernel_holds_its_place_and_nobody_up(tmp_pat
     cluster.tick()
     cluster.ask("d", size=4)
     assert [c.device for c in cluster.nodes[0].spawner.forked[-1:]] == ["cuda:1"]
+
+
+def lent(tmp_path, devices: int = 2) -> Cluster:
+    """Rank 1 of four, member 2, has left for another program."""
+    cluster = Cluster(tmp_path, devices=devices)
+    grown(cluster)
+    cluster.ask("lend", "lend", leave=[1], layout="fsdp3")
+    cluster.tick()
+    cluster.asked()
+    cluster.beat(0, layout="fsdp3")  # it trains before its agent has heard of it
+    cluster.reply("done", "fsdp3 since step 9")
+    assert cluster.answer("lend") is None  # it is said when its memory is back
+    cluster.end(2)
+    cluster.tick()
+    return cluster
+
+
+def test_lent_places_are_named_and_nobody_takes_them_until_they_are_reclaimed(tmp_path) -> None:
+    cluster = lent(tmp_path)
+    said = "fsdp3 since step 9; free, and kept until they are reclaimed: node 0 cuda:1"
+    assert cluster.answer("lend") == Answer(outcome="done", message=said, switch=4)
+    cluster.ask("more", size=4)
+    assert cluster.answer("more").message == "4 ranks need 1 more places than are free; nearest: 3 ranks"
+    cluster.ask("back", "reclaim")
+    assert [(c.member, c.device) for c in cluster.nodes[0].spawner.forked[2:]] == [(4, "cuda:1")]
+    cluster.beat(4)
+    cluster.tick()
+    asked = cluster.asked()
+    assert (asked["verb"], asked["arguments"]["layout"], asked["arguments"]["members"]) == (
+        "reclaim",
+        "dp4",  # which it had before
+        [0, 4, 1, 3],
+    )
+    cluster.reply("done", "dp4 since step 20")
+    cluster.tick()
+    assert cluster.answer("back").message == "dp4 since step 20"
+    cluster.ask("again", "reclaim")
+    assert cluster.answer("again") == Answer(outcome="unchanged", message="nothing is lent")
+    told = [line["places"] for line in Tail(cluster.run.events).new() if line["kind"] == "lent"]
+    assert told == ["node 0 cuda:1", ""]
+
+
+def test_a_place_that_could_not_be_reclaimed_stays_lent_and_may_be_asked_for_again(tmp_path) -> None:
+    cluster = lent(tmp_path)
+    cluster.beat(0, layout="tp3")  # a layout of its own since: the nearest to it follows
+    cluster.ask("back", "reclaim")
+    cluster.end(4, code=1)
+    cluster.tick()
+    cluster.tick()
+    assert "member 4 (process 0) ended with code 1 before it had joined" in cluster.answer("back").message
+    cluster.ask("more", size=4)
+    assert cluster.answer("more").outcome == "refused"
+    cluster.ask("once_more", "reclaim")
+    assert [(c.member, c.device) for c in cluster.nodes[0].spawner.forked[3:]] == [(5, "cuda:1")]
+    cluster.beat(5)
+    cluster.tick()
+    assert cluster.asked()["arguments"]["layout"] == "tp4"
+
+
+def test_a_place_whose_rank_hangs_in_the_kernel_is_lent_and_not_said_to_be_free(tmp_path) -> None:
+    cluster = Cluster(tmp_path, devices=2)
+    grown(cluster)
+    cluster.ask("lend", "lend", leave=[1, 3])
+    cluster.tick()
+    cluster.asked()
+    cluster.reply("done", "dp2")
+    cluster.end(3)
+    cluster.tick(LEAVE_SECONDS + GONE_SECONDS + 1)
+    cluster.tick()
+    said = "dp2; free, and kept until they are reclaimed: node 1 cuda:1; killed and not gone: members [2]"
+    assert cluster.answer("lend").message == said
+    cluster.ask("back", "reclaim")
+    assert cluster.answer("back").message == "4 ranks need 1 more places than are free; nearest: 3 ranks"
+
+
+def test_on_cpus_too_a_lent_place_is_nobody_elses(tmp_path) -> None:
+    cluster = lent(tmp_path, devices=0)
+    assert cluster.answer("lend").message.endswith("node 0 slot 1")
+    cluster.ask("more", size=4)
+    assert [(c.member, c.local_rank) for c in cluster.nodes[0].spawner.forked[2:]] == [(4, 2)]
+    cluster.beat(4)
+    cluster.tick()
+    cluster.asked()
+    cluster.reply("done")
+    cluster.tick()
+    cluster.ask("back", "reclaim")
+    assert [(c.member, c.local_rank) for c in cluster.nodes[0].spawner.forked[3:]] == [(5, 1)]
+
+
+def test_lending_starts_no_rank_and_a_lend_that_is_taken_back_keeps_no_place(cluster) -> None:
+    cluster.ask("a", "lend", leave=[1], size=2)
+    assert "2 ranks would be left of 2 of which 1 are lent; nearest: 1" in cluster.answer("a").message
+    cluster.ask("b", "lend", size=1)
+    cluster.tick()
+    cluster.asked()
+    cluster.reply("aborted", "why")
+    cluster.tick()
+    assert cluster.answer("b").message == "why"
+    cluster.ask("c", "reclaim")
+    assert cluster.answer("c").message == "nothing is lent"
 
 
 def test_a_lost_newcomer_gives_the_crossing_up_before_and_after_the_ranks_were_asked(cluster) -> None:

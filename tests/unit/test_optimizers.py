@@ -167,7 +167,10 @@ def test_several_optimizers_load_what_they_saved():
 
 
 def held(optimizer, params):
-    found = {f"p{i}": Entry(f"p{i}", param, [(0, f"p{i}")], "param", param.numel()) for i, param in enumerate(params)}
+    found = {
+        f"p{i}": Entry(f"p{i}", param, [(0, f"p{i}")], "param", param.numel(), tuple(param.shape))
+        for i, param in enumerate(params)
+    }
     return optimizer_states(optimizer, found)
 
 

@@ -1,12 +1,16 @@
 """``scale``, ``drain`` and ``status`` of a run without an agent: what they show, and refuse before they ask."""
 
 import json
+import pickle
 import sys
 
 import pytest
 
+import dynatrain
 from dynatrain.app.commands import drain
+from dynatrain.app.handle import NotDoneError
 from dynatrain.app.main import main
+from dynatrain.app.mistake import MistakeError
 from dynatrain.app.predicted import predict, seconds_of
 from dynatrain.app.resize import layout_of_size
 from dynatrain.app.runs import RunWorld
@@ -14,6 +18,7 @@ from dynatrain.config.load import load_config
 from dynatrain.config.toml import to_toml
 from dynatrain.layout.form import LayoutError
 from dynatrain.observe.log import Log
+from dynatrain.observe.requests import Answer
 from dynatrain.observe.run import RunFolder
 from dynatrain.space.run_check import check_run
 
@@ -87,6 +92,14 @@ def test_a_dry_run_shows_the_layout_and_what_it_moves_and_asks_for_nothing(run, 
         (["drain", "one", "--host", "1"], ["--host 1: the run's hosts are not known: it has not begun"]),
         (["drain", "one", "--rank", "1", "--deadline", "soon"], ["--deadline: 'soon' is no duration", "90s"]),
         (["scale", "one", "4"], ["one is not running"]),
+        (["lend", "one"], ["Which ranks?", "one of both"]),
+        (["lend", "one", "--rank", "1", "--count", "1"], ["one of both"]),
+        (["lend", "one", "--rank", "1", "2"], ["no ranks 2", "0 .. 1"]),
+        (["lend", "one", "--count", "2"], ["2 of 2 ranks cannot be lent; nearest: 1 to 1"]),
+        (["lend", "one", "--rank", "0"], ["world.min = 2", "nearest: 2"]),
+        (["reclaim", "one"], ["one is not running"]),
+        (["park", "one"], ["one is not running"]),
+        (["unpark", "one"], ["one is not running"]),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_rule_and_the_nearest_before_anybody_is_asked(run, call, words, said):
@@ -105,6 +118,47 @@ def test_settings_of_the_world_that_contradict_each_other_are_refused():
         with pytest.raises(ValueError, match="cannot start") as caught:
             checked(*flags)
         assert said in str(caught.value)
+
+
+def test_status_tells_what_is_lent_and_whether_the_state_is_parked(run, call):
+    assert json.loads(call("status", "one", "--json")[1]) | {"lent": "", "parked": None} == json.loads(
+        call("status", "one", "--json")[1]
+    )
+    with Log(run.events, generation=0, attempt=0) as log:
+        log.write("lent", id="a", places="node 0 slot 1")
+        log.write("parking", step=7, switch=3, parked=True)
+    told = "2 ranks in world 0; lent: node 0 slot 1; parked in host memory before step 7\n"
+    assert told in call("status", "one")[1]
+    with Log(run.events, generation=0, attempt=0) as log:
+        log.write("lent", id="b", places="")
+        log.write("parking", step=7, switch=4, parked=False)
+    assert "2 ranks in world 0\n" in call("status", "one")[1]
+
+
+@pytest.mark.usefixtures("run")
+def test_a_handle_says_what_did_not_happen_and_returns_what_did(monkeypatch):
+    asked = []
+
+    def answers(folder, verb, arguments, timeout):
+        asked.append((folder.path, verb, arguments, timeout))
+        return "id", Answer(outcome="aborted" if verb == "unpark" else "done", message="why")
+
+    monkeypatch.setattr("dynatrain.app.handle.ask", answers)
+    handle = dynatrain.RunHandle("one", timeout=5)
+    assert handle.lend(count=1).message == "why"
+    assert handle.lend(ranks=(1,), layout="dp1").outcome == "done"
+    assert handle.reclaim(mode="tight").outcome == "done"
+    assert [one[1:] for one in asked] == [
+        ("lend", {"size": 1}, 5),
+        ("lend", {"leave": [1], "layout": "dp1"}, 5),
+        ("reclaim", {"mode": "tight"}, 5),
+    ]
+    with pytest.raises(NotDoneError, match="unpark: aborted, why") as caught:
+        handle.unpark()
+    assert caught.value.answer.outcome == "aborted"
+    assert str(pickle.loads(pickle.dumps(caught.value))) == "unpark: aborted, why"  # noqa: S301 - as an actor sends it
+    with pytest.raises(MistakeError, match="nearest: 1 to 1"):
+        handle.lend(count=2)
 
 
 def test_the_layout_of_another_size_follows_from_the_present_one():

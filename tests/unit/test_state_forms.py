@@ -132,7 +132,10 @@ def test_a_step_that_two_optimizers_share_is_found():
     create_optimizer_state(both)
 
     def found():
-        entries = {f"p{i}": Entry(f"p{i}", value, [(0, f"p{i}")], "param", 12) for i, value in enumerate(params)}
+        entries = {
+            f"p{i}": Entry(f"p{i}", value, [(0, f"p{i}")], "param", 12, tuple(value.shape))
+            for i, value in enumerate(params)
+        }
         states = optimizer_states(both, entries)
         catalogue = tuple(Tensor(name, (4, 3), (), (), tuple(held), "") for name, held in states.items())
         pieces = {

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from dynatrain.app.output import console, seconds
 from dynatrain.app.runs import certificate
+from dynatrain.app.switches import change_text
 from dynatrain.observe.log import Tail
 from dynatrain.observe.run import RunFolder
 
@@ -161,7 +162,7 @@ class Follower:
         how = f"stall {seconds(record['seconds']['stall'])}, digests equal"
         if record["outcome"] != "committed":
             how = event["reason"]
-        return f"switch {record['switch']}: {record['from']} -> {record['to']} {record['outcome']}: {how}"
+        return f"switch {record['switch']}: {change_text(record)} {record['outcome']}: {how}"
 
 
 @contextmanager

@@ -67,6 +67,8 @@ class RunWorld:
         members: by rank.
         layout: as text; the first steps of a world may not have told it yet.
         ranks_per_node: of the first world, as plans count them; None for all on one node.
+        lent: the places that are lent, for people; empty where none are.
+        parked: the step before which the state was parked; None where it is not.
         nodes: where the ranks are, by rank.
         hosts: names of the hosts that have an agent of the run, by node.
     """
@@ -75,6 +77,8 @@ class RunWorld:
     members: tuple[int, ...]
     layout: str
     ranks_per_node: int | None = None
+    lent: str = ""
+    parked: int | None = None
     nodes: tuple[int, ...] = ()
     hosts: Mapping[int, str] = field(default_factory=dict)
 
@@ -98,7 +102,13 @@ class RunWorld:
                     members=tuple(range(size)),
                     ranks_per_node=each if nodes > 1 else None,
                     nodes=tuple(rank // each for rank in range(size)),
+                    lent="",
+                    parked=None,
                 )
+            elif event["kind"] == "lent":
+                found = replace(found, lent=event["places"])
+            elif event["kind"] == "parking":
+                found = replace(found, parked=event["step"] if event["parked"] else None)
             elif event["kind"] == "host_joined":
                 hosts[event["node"]] = event["host"]
             elif event["kind"] == "host_left":
@@ -124,7 +134,9 @@ class RunWorld:
     def text(self) -> str:
         """For people: members are named where they are not the ranks themselves."""
         who = "" if self.members == tuple(range(self.size)) else f": members {', '.join(map(str, self.members))}"
-        return f"{self.size} rank{'s' if self.size != 1 else ''} in world {self.generation}{who}"
+        away = f"; lent: {self.lent}" if self.lent else ""
+        away += "" if self.parked is None else f"; parked in host memory before step {self.parked}"
+        return f"{self.size} rank{'s' if self.size != 1 else ''} in world {self.generation}{who}{away}"
 
     @property
     def record(self) -> dict[str, Any]:

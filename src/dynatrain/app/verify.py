@@ -114,9 +114,17 @@ def _certificate(what: str, found: dict[str, Any]) -> Checked:
 
 
 def _peaks(certificate: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Peaks by rank, wherever the state lies."""
-    found = certificate["peak_bytes"]
-    return {int(rank): peak for place in ("device", "host") for rank, peak in found[place].items()}
+    """Peaks by rank, over the places in which state lies: two, where it is parked or comes back."""
+    sums: dict[int, dict[str, Any]] = {}
+    for place in ("device", "host"):
+        for rank, peak in certificate["peak_bytes"][place].items():
+            other = sums.setdefault(int(rank), {"predicted": 0, "measured": 0})
+            known = None not in {peak["measured"], other["measured"]}
+            sums[int(rank)] = {
+                "predicted": other["predicted"] + peak["predicted"],
+                "measured": other["measured"] + peak["measured"] if known else None,
+            }
+    return sums
 
 
 def _beyond_prediction(certificate: dict[str, Any]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from collections import deque
 
 from dynatrain.cluster.board import Board
 from dynatrain.observe.log import Log
-from dynatrain.observe.requests import Answer, Inbox, Request
+from dynatrain.observe.requests import CROSSINGS, Answer, Inbox, Request
 
 
 class Desk:
@@ -31,7 +31,7 @@ class Desk:
         """Publish what is new, and write the answers that have come."""
         for request in self._inbox.new():
             self.note(request)
-            if request.verb == "scale":
+            if request.verb in CROSSINGS:
                 self._scales.append(request)
             else:
                 self.publish(request)

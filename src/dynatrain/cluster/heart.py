@@ -21,7 +21,7 @@ class Beat:
     Attributes:
         number: counts the beats of a rank, so that two are never equal: clocks of two machines are not compared.
         step: the last step begun.
-        phase: what the rank is at: ``start``, ``train``, a phase of a switch, ``end``.
+        phase: what the rank is at: ``start``, ``train``, a phase of a switch, ``parked``, ``end``.
         switch: number of the switch it is in; 0 for none.
         layout: of its world, as text; empty where it has not said it.
     """

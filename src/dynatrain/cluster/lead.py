@@ -9,6 +9,7 @@ from dynatrain.cluster.desk import Desk
 from dynatrain.cluster.door import Door
 from dynatrain.cluster.heart import read_beat
 from dynatrain.cluster.hosts import Hosts
+from dynatrain.cluster.lent import Loans, Spot
 from dynatrain.cluster.meeting import Job, Meeting, first_world
 from dynatrain.cluster.membership import MembershipError, next_world
 from dynatrain.cluster.part import SUMMONS
@@ -58,6 +59,7 @@ class Lead:
         self._layout = job.layout
         self._said_layout = ""
         self._generation = 0  # the last one that a crossing had
+        self._loans = Loans(meeting.device)
         self._in_generation = 0  # of the world that there is
         self._summons: Summons | None = None
         self._request = Request(id="none", verb="stop")  # of the summons
@@ -182,13 +184,15 @@ class Lead:
         named = str(wanted.get("layout", ""))
         ranks: list[int] = wanted.get("leave", [])
         to = int(wanted.get("size") or (parse_layout(named).world_size if named else size - len(set(ranks))))
+        to, named = self._loans.asked(request, (size, to), named, self._layout, self._hosts.open)
         if to != size or ranks:
             self._enter(self._summons_to(to, named, ranks, str(wanted.get("mode", ""))))
-        elif named:
+        elif named and request.verb == "scale":
             mode = {"mode": wanted["mode"]} if "mode" in wanted else {}
             self._desk.publish(replace(request, verb="switch", arguments={"layout": named, **mode}))
         else:
-            self._desk.answer(request, Answer(outcome="unchanged", message=f"the run has {size} ranks already"))
+            same = "nothing is lent" if request.verb == "reclaim" else f"the run has {size} ranks already"
+            self._desk.answer(request, Answer(outcome="unchanged", message=same))
 
     def _begin_parting(self, nodes: Sequence[int], named: str) -> None:
         """Hosts leave, with their ranks and their agent.
@@ -217,7 +221,10 @@ class Lead:
         """
         if unknown := [rank for rank in ranks if rank >= len(self._world)]:
             raise MembershipError(f"there are no ranks {unknown}; the run has 0 to {len(self._world) - 1}")
-        free, ready = self._free(size), self._reserve.ready(self._hosts.open)
+        if self._request.verb == "reclaim":  # these places, and ranks that are there already have others
+            free, ready = self._loans.alone({self._spot(member) for member in self._living()}, self._hosts.open), {}
+        else:
+            free, ready = self._free(size), self._reserve.ready(self._hosts.open)
         chosen = next_world(
             self._world,
             {member: one.node for member, one in self._places.items()},
@@ -242,13 +249,16 @@ class Lead:
     def _free(self, most: int) -> dict[int, list[int]]:
         """Free places of each node, at most ``most``: one rank a device, on CPUs as many as are wanted."""
         holders = {*self._world, *self._living(), *self._reserve.members}
-        taken = {(self._places[member].node, self._places[member].slot) for member in holders}
+        taken = {self._spot(member) for member in holders} | {*self._loans.spots}
         free = {}
         for node in self._hosts.open:
             there = {slot for at, slot in taken if at == node}
             last = self._hosts.devices[node] if self._meeting.device == "cuda" else len(there) + most
             free[node] = [slot for slot in range(last) if slot not in there]
         return free
+
+    def _spot(self, member: int) -> Spot:
+        return self._places[member].node, self._places[member].slot
 
     def _living(self) -> set[int]:
         return {member for status in self._peers.everyone.values() for member in status.living}
@@ -288,8 +298,11 @@ class Lead:
         self._summons, self._since = summons, self._clock()
         if summons.stage == "coming":
             self._generation = summons.generation
+            self._loans.begin(self._layout)
             self._places |= {one.member: one for one in summons.newcomers}
         elif summons.stage == "done":
+            if self._loans.settle(self._request.verb, map(self._spot, summons.leavers), summons.layout):
+                self._log.write("lent", id=self._request.id, places=self._loans.words(self._loans.spots))
             self._world, self._layout = summons.new, summons.layout
             self._in_generation = summons.generation
         self._meeting.board.post(SUMMONS, summons.to_json())
@@ -326,6 +339,10 @@ class Lead:
         """
         heard = self._desk.heard(self._number) if self._number >= 0 else None
         answer = heard or Answer(outcome="aborted", message=summons.reason)
+        if self._request.verb == "lend" and answer.outcome == "done":
+            gone = [self._spot(member) for member in summons.leavers if member not in stuck]
+            free = self._loans.words(gone) or "none yet"
+            answer = replace(answer, message=f"{answer.message}; free, and kept until they are reclaimed: {free}")
         if stuck:
             answer = replace(answer, message=f"{answer.message}; killed and not gone: members {stuck}")
         self._summons, self._number = None, -1

@@ -1,11 +1,13 @@
 """What a rank holds, and the memory that it lies in."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from dynatrain.execute.pages import discard, mapped_apart, prefer_huge
+from dynatrain.execute.promise import Promise
 from dynatrain.plan.plan import Granule
 from dynatrain.space.box import Box, shape_of
 from dynatrain.space.tensor import Catalogue
@@ -73,14 +75,19 @@ class Pool:
     Args:
         device: where memory is allocated.
         poison: fill new memory with NaN (integers: bytes 0x7F), so that an element that nobody wrote is visible.
+        promise: a bound that other jobs of this process share; None for none.
 
     Attributes:
+        promise: likewise.
         held: bytes now in use.
         peak: most bytes ever in use at once; a caller may set it back to ``held``.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, poison: bool = False) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", *, poison: bool = False, promise: Promise | None = None
+    ) -> None:
         self.device = torch.device(device)
+        self.promise = promise
         self.held = 0
         self.peak = 0
         self._poison = poison
@@ -94,19 +101,24 @@ class Pool:
             shape: of the tensor.
             dtype: of the tensor.
             storage_bytes: size of the storage where it is to be longer than the tensor.
+
+        Raises:
+            PromiseError: the jobs of this process would hold more than was promised.
         """
-        needed = torch.Size(shape).numel() * dtype.itemsize
-        with mapped_apart():
-            storage = torch.UntypedStorage(max(storage_bytes, needed), device=self.device)
+        nbytes = max(storage_bytes, torch.Size(shape).numel() * dtype.itemsize)
+        with self._counted(nbytes), mapped_apart():
+            storage = torch.UntypedStorage(nbytes, device=self.device)
         tensor = torch.empty(0, dtype=dtype, device=self.device).set_(storage, 0, shape)
-        self._count(storage.nbytes())
         self._prepare(tensor)
         return tensor
 
     def hold(self, pieces: Iterable[Piece]) -> None:
-        """Count pieces that were allocated elsewhere and are in use now; what lies in one storage, once."""
-        for nbytes in {piece.storage.data_ptr(): piece.nbytes for piece in pieces if piece.nbytes}.values():
-            self._count(nbytes)
+        """Count pieces that were allocated elsewhere and are in use now; what lies in one storage, once.
+
+        Raises:
+            PromiseError: the jobs of this process hold more than was promised; nothing was counted.
+        """
+        self._count(sum({piece.storage.data_ptr(): piece.nbytes for piece in pieces if piece.nbytes}.values()))
 
     def give_back(self, piece: Piece) -> None:
         """Free a piece's memory whoever still refers to it (``set_`` to something empty would not); once is enough.
@@ -118,7 +130,7 @@ class Pool:
     def drop(self, tensor: torch.Tensor) -> None:
         """Free the storage of a tensor that this pool gave out or holds."""
         storage = tensor.untyped_storage()
-        self.held -= storage.nbytes()
+        self._discount(storage.nbytes())
         if storage.resizable():  # else it is freed with its last holder: see Piece.pinned
             if storage.device.type == "cpu":
                 discard(storage)
@@ -128,14 +140,30 @@ class Pool:
         """Give a piece that was given back its memory again, visible to all its aliases; its content is undefined."""
         if piece.storage.nbytes() == piece.nbytes:
             return
-        with mapped_apart():
+        with self._counted(piece.nbytes), mapped_apart():
             piece.storage.resize_(piece.nbytes)
-        self._count(piece.nbytes)
         self._prepare(piece.tensor)
 
+    @contextmanager
+    def _counted(self, nbytes: int) -> Iterator[None]:
+        """Count what is allocated inside, before it is; not where that fails."""
+        self._count(nbytes)
+        try:
+            yield
+        except BaseException:
+            self._discount(nbytes)
+            raise
+
     def _count(self, nbytes: int) -> None:
+        if self.promise is not None:
+            self.promise.take(nbytes)
         self.held += nbytes
         self.peak = max(self.peak, self.held)
+
+    def _discount(self, nbytes: int) -> None:
+        if self.promise is not None:
+            self.promise.give_back(nbytes)
+        self.held -= nbytes
 
     def _prepare(self, tensor: torch.Tensor) -> None:
         """Choose pages; zero what lies around ``tensor`` in its storage; poison the tensor itself."""

@@ -15,6 +15,7 @@ from dynatrain.layout.text import parse_layout
 from dynatrain.observe.fields import ANY, Rule, count, duration, flag, hexadecimal, one_of, problems_of, text
 from dynatrain.observe.modes import DECIDED, MODES
 from dynatrain.observe.objects import parse_object
+from dynatrain.observe.requests import CROSSINGS
 
 SCHEMA = 2
 """Version of the record; a reader refuses others."""
@@ -253,7 +254,7 @@ def _contradictions(record: Mapping[str, Any]) -> tuple[str, ...]:
         problems.append(f"replicas: more were mended than are unequal: {record['replicas']}")
     old, new = record["world"]["old"], record["world"]["new"]
     # A crossing counts its newcomers behind the old ranks, of whom any number may leave.
-    holders = old + new if record["cause"]["verb"] == "scale" else max(old, new)
+    holders = old + new if record["cause"]["verb"] in CROSSINGS else max(old, new)
     for place in ("device", "host"):
         strangers = [rank for rank in record["peak_bytes"][place] if not _is_rank(rank, holders)]
         if strangers:

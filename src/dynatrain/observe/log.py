@@ -14,6 +14,8 @@ place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
                     that number, a line for each stage: ``coming``, ``asked``, then ``done`` or ``undone``; ``nodes``
                     are those of the members
 ``newcomer``        ``rank, member, pid``: forked for a world to come
+``lent``            ``id, places``: places of the run that another program has from now on, all of them; empty for none
+``parking``         ``step, switch, parked``: all state has left the devices, or come back
 ``overdue``         ``member, pid, seconds``: a leaver that had not ended in time and was killed
 ``request``         ``id, verb, arguments, by``: taken from the run folder
 ``answer``          ``id, outcome, message, switch``
@@ -42,7 +44,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from dynatrain.observe.fields import Rule, count, number, problems_of, text
+from dynatrain.observe.fields import Rule, count, flag, number, problems_of, text
 from dynatrain.observe.objects import ObjectError, parse_object
 
 _LOG = logging.getLogger(__name__)
@@ -65,7 +67,9 @@ KINDS = frozenset(
         "host_leaves",
         "host_left",
         "newcomer",
+        "lent",
         "overdue",
+        "parking",
         "save",
         "load",
         "not_admitted",
@@ -83,6 +87,8 @@ _NEEDED_OF: dict[str, dict[str, Rule]] = {
     "switch": {"switch": count, "phase": text},
     "save": {"step": count, "outcome": text},
     "agent_started": {"world_size": count, "nodes": count},
+    "lent": {"places": lambda value: isinstance(value, str)},
+    "parking": {"step": count, "parked": flag},
     "crossing": {"world": count, "stage": text, "members": [count], "nodes": [count], "layout": text},
     "host_joined": {"node": count, "host": text},
     "host_left": {"node": count},

@@ -33,14 +33,22 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "nodes": "a list of nodes",
         "mode": "a text",
     },
+    "lend": {"size": "a number from 1", "layout": "a text", "leave": "a list of ranks", "mode": "a text"},
+    "reclaim": {"layout": "a text", "mode": "a text"},
+    "park": {},
+    "unpark": {},
     "save": {},
     "stop": {},
 }
 """The verbs; the arguments that each knows, and what they are."""
 
+CROSSINGS = ("scale", "lend", "reclaim")
+"""The verbs that lead to a world of other members."""
+
 NEEDED: Mapping[str, tuple[frozenset[str], ...]] = {
     "switch": (frozenset({"layout"}),),
     "scale": (frozenset({"size", "layout", "leave", "nodes"}),),
+    "lend": (frozenset({"size", "leave"}),),
 }
 """The arguments that a verb cannot do without: one of each set."""
 

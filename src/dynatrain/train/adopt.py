@@ -63,7 +63,9 @@ def adopt(
 def _like(template: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     value = shard_like(template, flat)
     if isinstance(template, nn.Parameter):
-        return nn.Parameter(value, requires_grad=template.requires_grad)
+        made = nn.Parameter(value, requires_grad=template.requires_grad)
+        made.__dict__.update(template.__dict__)  # what build has noted on it, as Megatron's ``partition_dim``
+        return made
     return value
 
 

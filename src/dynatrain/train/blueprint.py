@@ -34,6 +34,25 @@ FITS = 0.8
 MODULUS = 1 << 64
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """Bytes that a rank may take.
+
+    Attributes:
+        nbytes: that its machine, or device, has.
+        promised: that the promise of its process leaves it; None where it shares none.
+    """
+
+    nbytes: int
+    promised: int | None = None
+
+    def beyond(self, needed: int) -> str:
+        """Why ``needed`` more cannot be had under the promise; empty where they can."""
+        if self.promised is None or needed <= self.promised:
+            return ""
+        return f"needs {needed} bytes more, and the promise of its process leaves {self.promised}"
+
+
 @dataclass(frozen=True, slots=True)
 class Blueprint:
     """A judged plan.
@@ -45,6 +64,7 @@ class Blueprint:
         coverage: by kind of state, over all ranks; where the whole plan was drawn, empty elsewhere.
         summary: bytes by rank and the floor; likewise, None elsewhere.
         record: what is written down of it; likewise, None elsewhere.
+        host: predicted bytes of pieces in host memory by rank, where one end of the switch lies there.
     """
 
     part: RankPlan
@@ -53,6 +73,7 @@ class Blueprint:
     coverage: Mapping[str, Coverage]
     summary: PlanSummary | None
     record: PlanRecord | None
+    host: tuple[int, ...] = ()
 
 
 def draw(
@@ -72,9 +93,10 @@ def draw(
     Raises:
         SwitchAbortedError: no order of hand-overs fits, the judge refuses, or the ranks' plans differ.
     """
-    free = exchange(
-        party.board, f"{topic}/memory", party.rank, payload=free_bytes(party.device), timeout=party.deadline
-    ).in_order()
+    promise = party.memory.promise
+    room = [free_bytes(party.device), promise.room if promise else None]
+    told = exchange(party.board, f"{topic}/memory", party.rank, payload=room, timeout=party.deadline).in_order()
+    free = [Free(nbytes=nbytes, promised=promised) for nbytes, promised in told]
     blueprint, hashes, objection = None, None, None
     schedule, budget = _agree_on_rounds(party, mode, old, new, free, f"{topic}/rounds")
     try:
@@ -92,7 +114,7 @@ def draw(
 
 
 def _agree_on_rounds(
-    party: Party, mode: str, old: World, new: World, free: list[int], topic: str
+    party: Party, mode: str, old: World, new: World, free: list[Free], topic: str
 ) -> tuple[Schedule, int | None]:
     """Rank 0's choice of mode, rounds and budget, on every rank.
 
@@ -199,31 +221,49 @@ def check_mode(mode: str) -> None:
         raise ValueError(problem)
 
 
-def choose(party: Party, mode: str, old: World, table: Storage, free: list[int]) -> tuple[Schedule, int | None]:
-    """The rounds, and in ``tight`` the room for pieces; left to choose, ``keep`` where every machine has the memory.
+def choose(party: Party, mode: str, old: World, table: Storage, free: list[Free]) -> tuple[Schedule, int | None]:
+    """The rounds, and in ``tight`` the room for pieces; left to choose, ``keep`` where there is the memory for it.
 
     Args:
         party: this rank.
         mode: ``keep``, ``tight`` or ``auto``.
         old: the world that trains.
         table: bytes of every granule on every rank.
-        free: free bytes that each rank sees.
+        free: what each rank sees of free memory.
 
     Returns:
         The schedule, and in ``tight`` the bytes above ``max(old, new)`` that pieces may take: the budget less staging.
 
     Raises:
-        PlanError: no order of hand-overs fits.
+        PlanError: no order of hand-overs fits, or the mode needs more than was promised.
         ValueError: there is no such mode.
     """
     check_mode(mode)
     keep = keep_schedule(old.catalogue, party.round_bytes)
-    extra = predicted_peak(table, keep) - table.old
+    extra = (predicted_peak(table, keep) - table.old).tolist()
     sharing = party.ranks_per_node or party.world_size
-    if mode == "keep" or (mode == "auto" and all(extra[rank] * sharing < FITS * free[rank] for rank in party.everyone)):
+    fits = all(
+        extra[rank] * sharing < FITS * free[rank].nbytes and not free[rank].beyond(extra[rank])
+        for rank in party.everyone
+    )
+    if mode == "keep" or (mode == "auto" and fits):
+        _require_promised(mode, extra, free)
         return keep, None
     budget = party.budget or default_budget(table)
-    return tight_schedule(table, budget), budget - STAGING_BYTES
+    tight = tight_schedule(table, budget)
+    _require_promised("tight", (predicted_peak(table, tight) - table.old + STAGING_BYTES).tolist(), free)
+    return tight, budget - STAGING_BYTES
+
+
+def _require_promised(mode: str, extra: list[int], free: list[Free]) -> None:
+    """Refuse a switch for which the ranks' promises leave no room.
+
+    Raises:
+        PlanError: which ranks need how much.
+    """
+    if problems := [f"rank {rank} {why}" for rank, one in enumerate(free) if (why := one.beyond(extra[rank]))]:
+        nearest = "mode tight" if mode == "keep" else "a job of the process that is parked meanwhile"
+        raise PlanError(f"mode {mode}: {'; '.join(problems)}. Nearest: {nearest}, or a larger promise")
 
 
 def free_bytes(device: torch.device) -> int:

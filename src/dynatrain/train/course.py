@@ -12,16 +12,18 @@ from typing import Any
 import torch
 
 from dynatrain.cluster.worlds import forget_others
-from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
+from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError, exchange
 from dynatrain.train.announcement import NotAdmittedError, announcement
 from dynatrain.train.attempt import Attempt
 from dynatrain.train.order import Order
+from dynatrain.train.parking import Parking
 from dynatrain.train.party import Party
 from dynatrain.train.passage import passage
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saver
 from dynatrain.train.start import Start
 from dynatrain.train.targets import Read
+from dynatrain.train.travels import Travels
 from dynatrain.train.turns import Turns
 from dynatrain.train.world import World
 
@@ -40,6 +42,7 @@ class Course:
         saver: saves the job.
         read: reads a layout's text.
         recorder: keeps the books; None keeps none.
+        parking: where the job's state is.
         save_at_stop: a job that is saved is also saved when it is stopped.
 
     Attributes:
@@ -62,9 +65,12 @@ class Course:
         saver: Saver,
         read: Read,
         recorder: Recorder | None,
+        parking: Parking,
         save_at_stop: bool,
     ) -> None:
         self._party = party
+        self._parking = parking
+        self._travels = Travels(party, parking, turns)
         self._turns = turns
         self._saver = saver
         self._read = read
@@ -103,6 +109,8 @@ class Course:
             self._pass_over()
         self._free_abandoned()
         self._saver.look()
+        if self._parking.parked:  # by the loop's own word: such a step trains nothing, and takes no order
+            return
         if self._order is None:
             self._take_turn()
         if self._order is not None:
@@ -136,6 +144,7 @@ class Course:
 
         @functools.wraps(original)
         def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._parking.require_here("optimizer.step")
             self._saver.before_a_write()
             if self._settling:
                 self._settle()
@@ -158,7 +167,7 @@ class Course:
         if order.switches:
             self._attempt = self._prepare(order)
         # A save asks its questions under the ranks' present numbers, and one at a time.
-        waits = order.verb in {"save", "scale"}
+        waits = order.verb in {"save", "park"} or bool(order.members)
         self._start = Start(self._party, order, self._attempt, lambda: waits and self._saver.busy)
 
     def _prepare(self, order: Order) -> Attempt:
@@ -194,8 +203,50 @@ class Course:
             self._turns.answer(order, "aborted", go.reason)
         elif order.verb == "save":
             self._saver.begin(self.world, self._step, order)
+        elif order.verb == "park":
+            self._park(order)
         else:
             self._stop(order)
+
+    def _park(self, order: Order) -> None:
+        """Leave the device until somebody wants the state back, or the job to stop."""
+        stop = self._travels.obey(self.world, order, self._edge, self._step, self._step_ended)
+        self._step_ended = time.perf_counter()
+        if stop is not None:
+            self._stop(stop)
+
+    def travel(self, verb: str, step: int) -> None:
+        """Park or unpark, by the loop's own word between two steps, on all ranks; what was to begin soon is given up.
+
+        Args:
+            verb: ``park`` or ``unpark``.
+            step: the next one.
+
+        Raises:
+            SwitchAbortedError: it could not be done, and all is as it was; on every rank.
+        """
+        self.leave()
+        self._saver.finish()
+        if self.pause:
+            raise SwitchAbortedError(f"a switch inside the step under way is due; {verb} behind it")
+        # A stop stays: it is taken when the state is here.
+        start = self._start if self._order is not None and self._order.verb != "stop" else None
+        go = start.give_up(f"the loop does {verb}") if start is not None else None
+        told = exchange(
+            self._party.board,
+            f"travel/{self._travels.count}",
+            self._party.rank,
+            payload=[go is not None and go.edge >= 0, self._turns.switches],
+            timeout=self._party.patience,
+        ).in_order()
+        self._travels.count += 1
+        if any(goes for goes, _ in told):
+            raise SwitchAbortedError(f"a switch begins at the next step edge; {verb} behind it")
+        if self._order is not None and start is not None:
+            self._advance(self._order)
+        self._turns.switches = told[0][1]
+        self._travels.now(self.world, verb, step)
+        self._step_ended = time.perf_counter()
 
     def _stop(self, order: Order) -> None:
         """End the loop at this edge, saved where the job is saved and nobody is in a hurry."""
@@ -241,7 +292,7 @@ class Course:
         attempt.seconds["stall"] = time.perf_counter() - self._step_ended
         self._settling = True
         attempt.start_check()
-        if attempt.way.crossing is not None:
+        if attempt.way.crossing is not None or self._party.early:
             self._settle()
             if self.doomed:
                 self._take_back()
@@ -289,6 +340,8 @@ class Course:
             self._finish(attempt, "failed", str(failure))
             raise
         else:
+            if self._party.early:
+                attempt.seconds["stall"] = time.perf_counter() - self._step_ended
             self._cross(attempt)
             self._finish(attempt, "committed", "", told)
 
@@ -301,6 +354,7 @@ class Course:
         if not self.left:
             self._turns.cross(attempt.order, attempt.books)
             self._saver.cross()
+            self._travels.count = 0  # newcomers know of none
             if self._recorder:
                 self._recorder.enter(self._party.board, self._party.rank, self._party.generation)
 

@@ -62,7 +62,7 @@ def _refuse_without_master(world: World) -> None:
     short = [
         f"{name} ({entry.value.dtype})"
         for name, entry in world.found.items()
-        if entry.value.requires_grad and entry.value.itemsize < 4
+        if entry.value.requires_grad and entry.value.itemsize < 4 and world.trains
     ]
     if short:
         raise UnknownStateError(
@@ -102,11 +102,25 @@ def register(party: Party, world: World, label: str, thing: Any) -> None:
         timeout=party.deadline,
     )
     survey(party, world, f"survey/{label}")
-    party.memory.hold(
+    hold(party, world, label)
+
+
+def hold(party: Party, world: World, label: str = "") -> None:
+    """Count the memory of a first world, or of what was registered under ``label``.
+
+    Raises:
+        PromiseError, StartRefusedError: the jobs of a process hold more than was promised; on every rank.
+    """
+    pieces = [
         piece
         for granule, piece in world.pieces(party.rank, party.device).items()
-        if world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label
-    )
+        if not label or world.catalogue[granule[0]].states[granule[1]].name.partition(".")[0] == label
+    ]
+    if party.memory.promise is None:
+        party.memory.hold(pieces)
+    else:
+        topic = f"hold/{label or 'all'}"
+        on_every_rank(party.board, topic, party.rank, lambda: party.memory.hold(pieces), timeout=party.deadline)
 
 
 def _made(label: str, factory: Any, world: World) -> Any:

@@ -15,6 +15,9 @@ from dynatrain.train.live import Entry
 from dynatrain.train.optimizers.several import members
 from dynatrain.train.torch_private import Hook, hooks_of
 
+REDUCERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+"""Wrappers that reduce gradients by hooks on the very parameters that they were made with."""
+
 
 class UnknownHookError(ValueError):
     """Hooks that no switch can carry: all of them, by the name of what they sit on."""
@@ -34,7 +37,7 @@ def check_hooks(
     *,
     staged: bool,
 ) -> None:
-    """Refuse hooks that could not be carried.
+    """Refuse hooks that could not be carried, also those of wrappers whose new parameters would have none, silently.
 
     Args:
         parts: a world's modules.
@@ -52,6 +55,13 @@ def check_hooks(
             problems.append(f"{hook} on {where} is of a kind that cannot be carried: use a forward or backward hook")
         elif staged and where.startswith("module "):
             problems.append(f"{hook} on {where} could not follow it to another stage: register it in build")
+    problems += [
+        f"{type(module).__name__} around module {path or '(the whole)'} hangs on its parameters, of which each layout "
+        "has others; use fully_shard(module, mesh=mesh['dp', 'fsdp']), which on dp alone reduces as it does"
+        for part in parts
+        for path, module in part.named_modules()
+        if type(module).__name__ in REDUCERS
+    ]
     # Build's own, too: a switch gives the modules that build made other parameter objects.
     problems += [
         f"{hook} on parameter {name} cannot be carried, each layout has another parameter object: use a module hook"

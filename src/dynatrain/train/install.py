@@ -49,7 +49,7 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
     with building(groups, layout, party.device.type), torch.device("meta") if on_meta else nullcontext():
         model, optimizer = party.build(mesh, layout)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = Several(optimizer)
+        optimizer = Several(optimizer or ())
     parts = as_parts(model)
     found = entries(parts, party.names)
     find_slots(found, party.segments, layout, party.rank)
@@ -60,7 +60,7 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
             f"build returned an optimizer over {foreign} parameter(s) that its model does not have"
         )
     forwards = Forwards()
-    for part in parts:
+    for part in parts if optimizer.param_groups else ():  # without an update to come, no forward waits for one
         part.register_forward_pre_hook(forwards)
     hooks = built_hooks(parts, optimizer)
     return World(layout, mesh, parts, optimizer, found, built_hooks=hooks, forwards=forwards, rule=party.names)
@@ -117,8 +117,8 @@ def survey(party: Party, world: World, topic: str) -> None:
 
     def own() -> list[Any]:
         kept = [[state, *astuple(form)] for state, form in forms(world.object_leaves(), world.found).items()]
-        used = sorted({key for name in world.found if (key := party.segments.key(name))})
-        return [report(world, world.states(), party.rank), common(world), kept, used]
+        unused = sorted(party.segments.unused(world.found))
+        return [report(world, world.states(), party.rank), common(world), kept, unused]
 
     payload = on_every_rank(party.board, f"{topic}/own", party.rank, own, timeout=party.deadline)
     told = exchange(party.board, topic, party.rank, payload=payload, timeout=party.deadline).in_order()
@@ -131,8 +131,8 @@ def _write_down(party: Party, world: World, told: list[Any]) -> None:
     require_equal([facts for _, facts, _, _ in told])
     world.catalogue, world.ownership = read_reports([tensors for tensors, _, _, _ in told], world.layout)
     world.forms = _merged([kept for _, _, kept, _ in told])
-    if unused := party.segments.keys.difference(*(keys for _, _, _, keys in told)):
-        raise SegmentError(f"no tensor has {', '.join(sorted(unused))} in its name, which segments or padded declare")
+    if unused := set.intersection(*(set(keys) for _, _, _, keys in told)):
+        raise SegmentError(f"no tensor has {', '.join(sorted(unused))} in its name, which is declared of it")
     if wrong := misfits(world.pieces(party.rank, party.device), world.catalogue):
         raise UnplacedTensorError("; ".join(wrong))
 

@@ -5,6 +5,7 @@ box itself comes from our own formula. Placements' arithmetic is wrong for uneve
 and a local shape that is not what the formula says is refused by name.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ class Entry:
         paths: ``(part index, path)`` of every place that holds it (a tied tensor has two).
         kind: ``param`` or ``buffer``.
         stored: elements of its storage, FSDP2's padding included.
+        shape: global.
+        by_hand: the cut that ``build`` made itself, of which its type says nothing.
         slots: the logical tensors that lie in it; empty where it is one itself.
     """
 
@@ -48,6 +51,8 @@ class Entry:
     paths: list[tuple[int, str]]
     kind: str
     stored: int
+    shape: tuple[int, ...]
+    by_hand: tuple[tuple[str, int], ...] = ()
     slots: tuple[Slot, ...] = ()
 
     @property
@@ -86,14 +91,14 @@ def entries(parts: Sequence[nn.Module], rule: NameRule) -> dict[str, Entry]:
                 problems.append(f"two tensors are called {name}: {found[name].paths[0][1]} and {path}")
                 continue
             stored = padded.get(path, local_tensor(value).numel())
-            found[name] = by_object[id(value)] = Entry(name, value, [(number, path)], kind, stored)
+            found[name] = by_object[id(value)] = Entry(name, value, [(number, path)], kind, stored, tuple(value.shape))
     if problems:
         raise UnplacedTensorError("; ".join(problems) + ". Give each its own canonical name (Switcher(names=...)).")
     return found
 
 
 def find_slots(found: Mapping[str, Entry], segments: Segments, layout: Layout, rank: int) -> None:
-    """Write into every fused or padded entry what lies in it.
+    """Write into every fused or padded entry what lies in it, and into those that are cut by hand how.
 
     Raises:
         SegmentError: tensors that are not as declared: every problem, by name.
@@ -101,8 +106,10 @@ def find_slots(found: Mapping[str, Entry], segments: Segments, layout: Layout, r
     problems = []
     for name, entry in found.items():
         try:
+            if (dim := segments.cut(name)) is not None:
+                _cut_by_hand(entry, dim, layout.ways("tp"))
             if segments.key(name):
-                shape, cuts = tuple(entry.value.shape), cuts_of(entry.value)
+                shape, cuts = entry.shape, cuts_in(entry)
                 ways = {axis: layout.ways(axis) for axis, _ in cuts}
                 along, at = segments.along(name, shape), 0
                 for axis in (axis for axis, dim in cuts if dim == along):
@@ -115,6 +122,27 @@ def find_slots(found: Mapping[str, Entry], segments: Segments, layout: Layout, r
         problems.append(f"segments and tensors share the names {', '.join(twice)}")
     if problems:
         raise SegmentError("; ".join(problems))
+
+
+def _cut_by_hand(entry: Entry, dim: int, ways: int) -> None:
+    """Take ``entry`` for one of ``ways`` equal parts along ``dim``.
+
+    Raises:
+        SegmentError: it cannot be one.
+    """
+    if not 0 <= dim < len(entry.shape):
+        raise SegmentError(f"{entry.name} has shape {entry.shape} and no dim {dim}, along which it is declared sharded")
+    if any(axis.startswith("tp") for axis, _ in cuts_of(entry.value)):
+        raise SegmentError(f"{entry.name} is declared sharded by hand, and is a DTensor that tp cuts; declare it not")
+    if ways > 1:
+        entry.by_hand = (("tp", dim),)
+        entry.shape = (*entry.shape[:dim], ways * entry.shape[dim], *entry.shape[dim + 1 :])
+
+
+def cuts_in(entry: Entry) -> tuple[tuple[str, int], ...]:
+    """As :func:`cuts_of`, with the cut that was made by hand."""
+    cuts = (*entry.by_hand, *cuts_of(entry.value))
+    return tuple(sorted(cuts, key=lambda cut: CUT_ORDER.index(name_of(cut[0]))))
 
 
 def _tensors(part: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -148,6 +176,40 @@ def cuts_of(value: torch.Tensor) -> tuple[tuple[str, int], ...]:
     return tuple(sharded[name] for name in CUT_ORDER if name in sharded)
 
 
+def disordered(value: torch.Tensor) -> str:
+    """Why the part of ``value`` that a rank holds is not its box, of a sharding that names the right axes; else empty.
+
+    Placements are read from the left; a split factor says into how many strips a dim was cut before. That is by the
+    axes to the right that come first here, as FSDP2 has it. More strips are several tensors packed in one; fewer, a
+    tensor that FSDP2 has not cut, where fsdp came first.
+    """
+    if not isinstance(value, DTensor):
+        return ""
+    mesh = value.device_mesh
+    names = [name_of(axis) for axis in mesh.mesh_dim_names or ()]
+    cutting = [n for n, placed in enumerate(value.placements) if mesh.size(n) > 1 and not placed.is_replicate()]
+    for n in cutting:
+        dim, strips = value.placements[n].dim, getattr(value.placements[n], "split_factor", 1)
+        before = [
+            other
+            for other in cutting
+            if other > n
+            and value.placements[other].dim == dim
+            and CUT_ORDER.index(names[other]) < CUT_ORDER.index(names[n])
+        ]
+        if strips > (known := math.prod(mesh.size(other) for other in before)):
+            return (
+                f"{names[n]} cuts {strips} strips of dim {dim}, so a rank holds a part of each; name the tensors that "
+                "are packed in it: Switcher(segments=...)"
+            )
+        if strips != known:
+            return (
+                f"{names[n]} cuts dim {dim} before {', '.join(names[other] for other in before)} does; cut it as "
+                f"fully_shard would, in the order {', '.join(CUT_ORDER)}"
+            )
+    return ""
+
+
 def describe(
     found: Mapping[str, Entry], states: Mapping[str, tuple[State, ...]], layout: Layout, rank: int
 ) -> tuple[Described, ...]:
@@ -157,11 +219,11 @@ def describe(
     stage = layout.coordinates(rank).pp
     for name, entry in found.items():
         try:
-            cuts = cuts_of(entry.value)
+            cuts = cuts_in(entry)
         except UnplacedTensorError as problem:
             problems.append(f"{name}: {problem}")
             continue
-        item = Described(name, tuple(entry.value.shape), cuts, states[name], stage)
+        item = Described(name, entry.shape, cuts, states[name], stage)
         local = tuple(local_tensor(entry.value).shape)
         box = box_of(item.shape, cuts, layout, rank)
         both_empty = volume(box) == 0 and local_tensor(entry.value).numel() == 0
@@ -170,7 +232,15 @@ def describe(
                 f"{name}: rank {rank} holds {local} of {item.shape}, but under {layout.axes} with cuts {cuts} "
                 f"its box is {box}; shard it as torch does (ceil-sized chunks)"
             )
+        elif not entry.slots and (wrong := disordered(entry.value)):
+            problems.append(f"{name}: {wrong}")
         problems += check_states(name, entry.slots, states[name])
+        problems += [
+            f"state {state.name} of {name} is one number for many elements, but this rank counts those of its part; "
+            "a parameter that is sharded by hand needs an optimizer that treats each element by itself"
+            for state in states[name]
+            if entry.by_hand and (state.reduced or state.block)
+        ]
         described += [
             replace(item, name=slot.name, shape=slot.shape, spans=slot.spans, along=slot.along, within=slot.within)
             for slot in entry.slots

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from dynatrain.observe.requests import CROSSINGS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
@@ -19,7 +21,8 @@ class Order:
         at: first step that is to run in the new layout; -1 for as soon as all are ready.
         after: micro-batches of that step that still run in the old layout; 0 for a switch at the step's edge.
         edge: step edge of rank 0 at which it was decided; the other ranks know of it by the edge after.
-        verb: ``switch``, ``scale`` (a switch to other members), ``save`` or ``stop``.
+        verb: ``switch``; ``scale``, ``lend`` or ``reclaim`` (switches to other members); ``park``, ``unpark``, ``save``
+            or ``stop``.
         by: who asked.
         request: number of the request on the board; -1 for none.
         request_id: its id, or empty.
@@ -44,7 +47,12 @@ class Order:
     @property
     def switches(self) -> bool:
         """Whether it is a switch, among the same members or not."""
-        return self.verb in {"switch", "scale"}
+        return self.verb == "switch" or self.verb in CROSSINGS
+
+    @property
+    def numbered(self) -> bool:
+        """Whether all state is moved by it, so that it has a number among the run's switches, and a certificate."""
+        return self.switches or self.verb in {"park", "unpark"}
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Self:

@@ -31,7 +31,8 @@ ENDS = ("committed", "aborted", "failed")
 Hook = Callable[[str, int, int], None]
 """Told of ``(event, round, number of the switch)`` as a switch goes on; heartbeats report from here, tests inject
 faults. Events: the phases, the executor's events of each round, ``bound`` (with the number of rounds: the new world has
-what arrived), and at the end ``committed``, ``aborted`` or ``failed``. The round is -1 where there is none. What it
+what arrived), and at the end ``committed``, ``aborted`` or ``failed``, where state is parked then followed by
+``parked``. The round is -1 where there is none. What it
 raises before the end fails the attempt."""
 
 
@@ -64,6 +65,8 @@ class Party:
         unequal_copies: what becomes of copies that differ before a switch.
         ranks_per_node: how ranks share machines; None for one machine.
         transport: makes the transport of a switch from its group; tests put a double in between.
+        early: whether switches are decided before their first step: of a job that trains nothing, and so never comes to
+            an update, and of several in one loop, whose updates could not be taken back together.
         hook: told of phases and rounds.
     """
 
@@ -87,6 +90,7 @@ class Party:
     unequal_copies: Literal["refuse", "owner"] = "refuse"
     ranks_per_node: int | None = None
     transport: Callable[[dist.ProcessGroup, range], Transport] = field(default_factory=Nearest)
+    early: bool = False
     hook: Hook = field(default=_quiet)
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 

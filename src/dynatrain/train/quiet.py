@@ -59,6 +59,11 @@ def stand_still(party: Party, world: World, target: Layout, *, inside: bool, giv
     check_carried(world, target)
     if inside:
         take(party, world)
+    return at_rest(party, world, gives_up=gives_up)
+
+
+def at_rest(party: Party, world: World, *, gives_up: bool) -> Pieces:
+    """As :func:`stand_still`, of a world whose modules stay: whatever hangs on them stays, too."""
     quiesce(world)
     renew_buffers(world.parts, world.found)
     check_tensors(party, world)

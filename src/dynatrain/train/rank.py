@@ -212,6 +212,8 @@ class _Progress:
             self._phase, self._switch = event, switch
         elif event in ENDS:
             self._phase, self._switch = "train", 0
+        elif event == "parked":
+            self._phase = event
         self._tell()
 
     def _tell(self) -> None:

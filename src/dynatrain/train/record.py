@@ -30,6 +30,7 @@ from dynatrain.observe.log import Log
 from dynatrain.observe.run import RunFolder
 from dynatrain.plan.summary import PlanSummary, floor_seconds
 from dynatrain.train.attempt import Attempt
+from dynatrain.train.blueprint import Blueprint
 from dynatrain.train.order import Order
 from dynatrain.train.probe import Rates
 from dynatrain.train.saver import Saved
@@ -132,8 +133,8 @@ class Recorder:
         if self._open is not None and not self._counting:
             self._board.leave(self._open[0])  # the others told their lost seconds and left
         self._counting, self._open = "", None
-        committed = outcome == "committed"
-        if committed:
+        committed, moved_on = outcome == "committed", attempt.order.switches
+        if committed and moved_on:
             # The step under way is the first in the new layout; the last one before it ended before the stall.
             self._before, self._ends = self._ends[-1] if self._ends else None, []
             self._counting = f"s{attempt.order.number}/lost"
@@ -144,8 +145,10 @@ class Recorder:
             self._write(number, "plan.json", attempt.blueprint.record.to_json())
         certificate = self._certificate(attempt, outcome, step, told, number)
         self._write(number, _CERTIFICATE, certificate.to_json())
-        if committed:
+        if committed and moved_on:
             self._open = (self._counting, certificate, number)
+        elif committed:
+            self._log.write("parking", step=step, switch=number, parked=attempt.order.verb == "park")
         self._event(attempt.order, outcome, step=step, reason=reason)
 
     def _write(self, number: int, name: str, text: str) -> None:
@@ -170,14 +173,6 @@ class Recorder:
         for facts in told.values():
             for phase, value in facts["seconds"].items():
                 seconds[phase] = max(value, seconds.get(phase, 0.0))
-        peaks = {
-            rank: Peak(
-                predicted=pieces + (told[rank]["staging"] if rank in told else 0),
-                measured=told[rank]["peak"] if rank in told else None,
-            )
-            for rank, pieces in enumerate(blueprint.peak if blueprint else ())
-        }
-        on_device = attempt.party.device.type != "cpu"
         crossing, size = attempt.way.crossing, attempt.party.world_size
         world = World(old=len(crossing.old), new=len(crossing.new)) if crossing else World(old=size, new=size)
         return Certificate(
@@ -209,7 +204,7 @@ class Recorder:
             bytes=_bytes(summary),
             seconds=Seconds(**seconds),
             floor_seconds=_floor(summary, self._rates),
-            peak_bytes=PeakBytes(device=peaks if on_device else {}, host={} if on_device else peaks),
+            peak_bytes=_peaks(blueprint, told, on_device=attempt.party.device.type != "cpu"),
             transport=attempt.carried_by,
             versions={
                 "dynatrain": dynatrain.__version__,
@@ -217,6 +212,34 @@ class Recorder:
                 "torch": torch.__version__,
             },
         )
+
+
+def _peaks(blueprint: Blueprint | None, told: Mapping[int, Any], *, on_device: bool) -> PeakBytes:
+    """The most that each rank was to hold, and held, in the memories that the switch is about."""
+    if blueprint is None:
+        return PeakBytes(device={}, host={})
+    here = {
+        rank: Peak(
+            predicted=pieces + (told[rank]["staging"] if rank in told else 0),
+            measured=told[rank]["peak"] if rank in told else None,
+        )
+        for rank, pieces in enumerate(blueprint.peak)
+    }
+    there = {
+        rank: Peak(predicted=pieces, measured=told[rank]["host"] if rank in told else None)
+        for rank, pieces in enumerate(blueprint.host)
+    }
+    if on_device:
+        return PeakBytes(device=here, host=there)
+    both = {
+        rank: Peak(
+            predicted=peak.predicted + there[rank].predicted,
+            measured=None if peak.measured is None else peak.measured + (there[rank].measured or 0),
+        )
+        for rank, peak in here.items()
+        if rank in there
+    }
+    return PeakBytes(device={}, host=here | both)
 
 
 def _bytes(summary: PlanSummary | None) -> Bytes:

@@ -73,15 +73,30 @@ class Segments:
     Attributes:
         fused: fused modules.
         padded: ``{module or parameter: real rows}`` along dim 0.
+        sharded: ``{module or parameter: dim}`` of plain tensors that are one tp rank's part, cut along that dim.
     """
 
     fused: Fused = field(default_factory=dict)
     padded: Mapping[str, int] = field(default_factory=dict)
+    sharded: Mapping[str, int] = field(default_factory=dict)
 
-    @property
-    def keys(self) -> set[str]:
-        """Everything that is declared."""
-        return {*self.fused, *self.padded}
+    def unused(self, names: Iterable[str]) -> set[str]:
+        """What is declared and stands in none of these canonical names."""
+        left = {*self.fused, *self.padded, *self.sharded}
+        for name in names:
+            left -= {key for key in left if _at(name, key) is not None}
+        return left
+
+    def cut(self, name: str) -> int | None:
+        """The dim along which build itself has cut the tensor for tp; None where it is whole, or a DTensor.
+
+        Raises:
+            SegmentError: there are several declarations.
+        """
+        found = [key for key in self.sharded if _at(name, key) is not None]
+        if len(found) > 1:
+            raise SegmentError(f"{name} falls under {' and '.join(found)}; declare it once")
+        return self.sharded[found[0]] if found else None
 
     def key(self, name: str) -> str:
         """The declaration that a tensor falls under; empty where it is an ordinary one.

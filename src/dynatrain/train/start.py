@@ -51,6 +51,10 @@ class Start:
             go = self._give_up(waited)
         return go
 
+    def give_up(self, reason: str) -> Go:
+        """Propose not to begin; what stands: the ranks may have decided before."""
+        return self._board.give_up(self._number, reason)
+
     def done(self) -> None:
         """This rank knows where to begin, and looks no more."""
         if self._crossing is None:  # else a newcomer may look later; the keys go with the crossing's board

@@ -12,6 +12,18 @@ A step that accumulates gradients over micro-batches can also be switched betwee
                 accumulate(sw.model, micro_batch)
         update(sw.optimizer)
 
+Several jobs in one process, each with a name of its own, go through their steps together:
+
+    promise = Promise(24 << 30)
+    actor = Switcher(build_actor, name="actor", layout="fsdp4", promise=promise)
+    reference = Switcher(build_reference, name="reference", layout="tp4", promise=promise)  # build gives (model, None)
+    for step, _ in zip(actor.steps(until=1000), reference.steps(until=1000), strict=True):
+        ...
+
+They switch one after the other, and before the first step in the new layout: the update of one could not be taken back
+without those of the others. What trains nothing hears of an order at an edge of its own steps, as everything here: so
+it is stepped beside something whose steps couple all ranks.
+
 The loop asks ``sw`` for its handles in each step; what it kept from before a switch raises, with its name. The built-in
 trainer is an ordinary user of this class.
 """
@@ -23,21 +35,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from dynatrain.cluster.board import Board
 from dynatrain.cluster.worlds import Worlds
 from dynatrain.execute.pieces import Pool
-from dynatrain.layout.layout import Layout
+from dynatrain.execute.promise import Promise
 from dynatrain.models.names import NameRule, strip_wrappers
 from dynatrain.train.agreement import on_every_rank
 from dynatrain.train.arrival import arrive
 from dynatrain.train.blueprint import check_mode
 from dynatrain.train.copies import UnequalCopies, check_policy
 from dynatrain.train.course import Course
-from dynatrain.train.first import Initial, blank, first_world, join, register
+from dynatrain.train.first import Initial, blank, first_world, hold, join, register
+from dynatrain.train.handles import Handles
 from dynatrain.train.install import survey
 from dynatrain.train.loading import Rename, load
+from dynatrain.train.parking import ParkedError, Parking
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saved, Saver, SavingError
 from dynatrain.train.saving import Saves
@@ -49,7 +62,7 @@ from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
 
 
-class Switcher:
+class Switcher(Handles):
     """Holds one training job's model and optimizer, and changes their layout while it trains.
 
     Needs an initialised default process group (torchrun, or dynatrain's own agent).
@@ -57,12 +70,12 @@ class Switcher:
     Args:
         build: see :data:`dynatrain.train.world.Build`.
         layout: first layout, as text; its product is the world size.
-        state: what else belongs to the job, by label: objects with ``state_dict`` and ``load_state_dict``, and
-            factories ``optimizer -> scheduler`` for what hangs on an optimizer.
-        initial: where the first build is on meta; None where the first ``build`` makes real tensors.
+        state: what else belongs to the job: objects with ``state_dict``, and factories ``optimizer -> scheduler``.
+        initial: fills a first build on meta; None where the first ``build`` makes real tensors.
         names: rule of canonical names; needed where one tensor has different paths in different parts.
         segments: fused modules, see :data:`dynatrain.train.segments.Fused`.
         padded: ``{module or parameter: real rows}`` of tensors whose dim 0 ``build`` pads, in each layout as it likes.
+        sharded: ``{module or parameter: dim}`` of plain tensors that ``build`` makes as this tp rank's equal part.
         mode: ``keep``, ``tight``, or ``auto`` (keep where it fits).
         deadline: seconds that each phase of a switch may take.
         budget: bytes above max(old, new) in ``tight``; 0 for the least that suffices.
@@ -76,14 +89,16 @@ class Switcher:
             for its crossing, makes the default group and a world in the layout to come, its values blank where there
             is ``initial``; its first :meth:`steps` takes part in the crossing.
         recorder: writes events and certificates; None writes nothing.
-        legal: ``legal(text, world_size)`` reads a layout's text for a world of so many ranks, and refuses what the
-            model does not allow; None checks the world size alone.
+        legal: ``legal(text, world_size)`` reads a layout's text, or refuses it; None checks the world size alone.
         device: where state lies; by default this process's CUDA device where the default group is NCCL's, else the CPU.
         memory: where its memory comes from; made where it is None.
+        name: of one job of several in this process (an actor, a critic, a reference), each a ``Switcher`` of its own;
+            the module's text tells how they are stepped. Equal on all ranks.
+        promise: the most bytes of state that all jobs to which it is given hold together.
         data_parallel: ``free`` where the loop cuts one global batch into equal shares by ``layout.data_ranks``; with
             ``fixed``, a loop in which FSDP2 averages gradients keeps its number of data ranks.
         saves: where and when the job is saved; None for never.
-        save_at_stop: a job that is saved is also saved when it is stopped.
+        save_at_stop: also when it is stopped.
         on_saved: told of every save that has ended, well or not.
         switches_before: how many the run has had before; the next one's number counts from there.
         **more: further attributes of :class:`dynatrain.train.party.Party`.
@@ -93,6 +108,8 @@ class Switcher:
         NotAdmittedError: of a newcomer: its crossing was given up.
         UnplacedTensorError, UnknownStateError, SegmentError: what could not be switched, all of it, by name.
         StartRefusedError: likewise, where ranks differ in what they refuse: on every rank, with the ranks' numbers.
+        PromiseError: the jobs of this process hold more than was promised.
+        NameTakenError: this process has, or had, a job of this name.
         ValueError: there is no such mode, or policy.
     """
 
@@ -106,6 +123,7 @@ class Switcher:
         names: NameRule = strip_wrappers,
         segments: Fused | None = None,
         padded: Mapping[str, int] | None = None,
+        sharded: Mapping[str, int] | None = None,
         mode: str = "auto",
         deadline: float = 60.0,
         budget: int = 0,
@@ -120,6 +138,8 @@ class Switcher:
         data_parallel: DataParallel = "fixed",
         device: torch.device | None = None,
         memory: Pool | None = None,
+        name: str = "",
+        promise: Promise | None = None,
         saves: Saves | None = None,
         save_at_stop: bool = True,
         on_saved: Callable[[Saved], None] = lambda _saved: None,
@@ -130,9 +150,11 @@ class Switcher:
         check_policy(unequal_copies)
         self._party = party = standing(
             *(worlds, board, store, device, memory),
+            name=name,
+            promise=promise,
             build=build,
             names=names,
-            segments=Segments(segments or {}, padded or {}),
+            segments=Segments(segments or {}, padded or {}, sharded or {}),
             deadline=deadline,
             budget=budget,
             unequal_copies=unequal_copies,
@@ -150,7 +172,8 @@ class Switcher:
 
         def begin() -> World:
             world = first_world(party, made, read(first, party.world_size), fill)
-            self._read = served(same_meaning(read, world.layout, world.parts, data_parallel), lambda: self.world)
+            self._read = served(same_meaning(read, world, data_parallel), lambda: self.world)
+            party.early = party.early or not world.trains
             for label, thing in (state or {}).items():
                 join(party, world, label, thing)
             return world
@@ -159,7 +182,8 @@ class Switcher:
             world = begin() if arrival else on_every_rank(party.board, "start", party.rank, begin, timeout=deadline)
             self._saver = Saver(party, saves, (self._answer_saved, on_saved))
             wishes = Wishes(party.requests, schedule or {}, mode, self._saver.every, inside or {})
-            self._turns = Turns(party, wishes, self._read, lambda: self.layout, self._saver, switches_before)
+            parking = self._parking = Parking(party, recorder)
+            self._turns = Turns(party, wishes, self._read, lambda: self.layout, self._saver, parking, switches_before)
             self._course = Course(
                 party,
                 world,
@@ -167,6 +191,7 @@ class Switcher:
                 saver=self._saver,
                 read=self._read,
                 recorder=recorder,
+                parking=parking,
                 save_at_stop=save_at_stop,
             )
             if arrival:
@@ -174,69 +199,12 @@ class Switcher:
             for text in (layout, *(schedule or {}).values()):
                 self._read(text, party.world_size)
             survey(party, world, "survey")
+            hold(party, world)
         except Exception as error:
             self.close()
             if arrival:
                 arrival.fail(error)
             raise
-        party.memory.hold(world.pieces(party.rank, party.device).values())
-
-    # The handles.
-
-    @property
-    def model(self) -> Any:
-        """This rank's module in the present layout (a list where ``build`` returned several)."""
-        return self.world.parts[0] if len(self.world.parts) == 1 else self.world.parts
-
-    @property
-    def parts(self) -> list[nn.Module]:
-        """This rank's modules in the present layout."""
-        return self.world.parts
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the present layout."""
-        return self.world.optimizer
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """The registered objects; factories' products are those of the present layout."""
-        return self.world.objects
-
-    @property
-    def doomed(self) -> bool:
-        """Whether the step under way is taken back: it updates nothing, and comes again in the old layout."""
-        return bool(self._course.doomed)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the job was asked to stop, and has."""
-        return self._course.stopped
-
-    @property
-    def left(self) -> bool:
-        """Whether the run goes on without this rank, whose process is to end with code 0 and waits for nobody."""
-        return self._course.left
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the present world."""
-        return self._party.rank
-
-    @property
-    def generation(self) -> int:
-        """Number of the present world: one more at each change of members that was tried."""
-        return self._party.generation
-
-    @property
-    def layout(self) -> Layout:
-        """The present layout."""
-        return self.world.layout
-
-    @property
-    def world(self) -> World:
-        """All that the present layout has bound."""
-        return self._course.world
 
     # The loop.
 
@@ -303,6 +271,7 @@ class Switcher:
         Raises:
             UnknownStateError, StartRefusedError: it could not be carried to another layout, by name.
         """
+        self._parking.require_here("register")
         if self._arrival:  # the others are not there yet
             join(self._party, self.world, label, thing)
         else:
@@ -350,13 +319,43 @@ class Switcher:
             SavingError: the job has no place to be saved to, or the step under way has begun and not been made.
         """
         self._saver.require()
+        self._parking.require_here("save_now")
         if self._inside and self.world.forwards.seen:
             raise SavingError(
                 f"step {self.step} is under way: save_now comes before its first forward or behind its update"
             )
         self._course.leave()
         self._saver.finish()
-        return self._saver.save_now(self.world, self.step + (self._inside and self._course.updated))
+        return self._saver.save_now(self.world, self._next_step)
+
+    def park(self) -> None:
+        """Bring all state to host memory, so that something else can have the device, and return when it is free.
+
+        All ranks call it: before the first step, or before or behind a whole step in the loop. Parameters, optimizer
+        state, buffers, and what registered objects hold of them leave; handles stay, and every use of one raises until
+        :meth:`unpark`. Again is nothing. The edges of a parked job's steps pass without orders. A switch or save that
+        was to begin is given up.
+
+        Raises:
+            SwitchAbortedError: it could not be done, for want of host memory for example, and all is as it was; on
+                every rank.
+            ParkedError: the step under way has begun and not been made.
+        """
+        self._travel("park")
+
+    def unpark(self) -> None:
+        """Bring the state back under the same handles, bit by bit; as :meth:`park`.
+
+        Raises:
+            SwitchAbortedError: something else has the device's memory still, or the promise of this process leaves no
+                room; the state is parked as before.
+        """
+        self._travel("unpark")
+
+    def _travel(self, verb: str) -> None:
+        if self._inside and self.world.forwards.seen:
+            raise ParkedError(f"step {self.step} is under way: {verb} before its first forward or behind its update")
+        self._course.travel(verb, self._next_step)
 
     def load(self, path: Path, *, rename: Rename | None = None) -> int:
         """Go on from a checkpoint, in whatever layout it was written; before the first step. All ranks call it.
@@ -375,21 +374,11 @@ class Switcher:
         Raises:
             SwitchAbortedError: it cannot be loaded, with everything that is missing, left over or damaged, by name.
         """
+        self._parking.require_here("load")
         self._loads += 1
         self.step = load(self._party, self.world, path, f"load/{self._loads}", rename)
         self._turns.begun(self.step)
         return self.step
-
-    @property
-    def saved(self) -> int:
-        """The last step that was saved; -1 where none was."""
-        return self._saver.saved
-
-    @property
-    def unsaved(self) -> str:
-        """Why the present step could not be saved; empty where it was, or nobody tried."""
-        last = self._saver.last
-        return last.message if last and (last.step, last.outcome) == (self.step, "failed") else ""
 
     def _answer_saved(self, saved: Saved) -> None:
         if saved.order is not None:
@@ -398,3 +387,5 @@ class Switcher:
     def close(self) -> None:
         """Destroy the process groups that this object made."""
         self._party.groups.close()
+        if self._party.memory.promise is not None:
+            self._party.memory.promise.end_turn(self._party.memory)

@@ -1,10 +1,8 @@
 """Which layouts a loop may switch to: what its world allows, and what its gradient reduction means."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal
-
-from torch import nn
 
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import EXPERT_AXES, Layout
@@ -72,7 +70,7 @@ def served(read: Read, world: Callable[[], World]) -> Read:
     return careful
 
 
-def same_meaning(read: Read, first: Layout, parts: Sequence[nn.Module], data_parallel: DataParallel) -> Read:
+def same_meaning(read: Read, world: World, data_parallel: DataParallel) -> Read:
     """``read``, without the layouts in which a mean over data ranks would be another number.
 
     FSDP2's own reduction averages over the data ranks (dp x fsdp). While each of them brings a batch of its own, their
@@ -82,13 +80,14 @@ def same_meaning(read: Read, first: Layout, parts: Sequence[nn.Module], data_par
 
     Args:
         read: reads what is allowed otherwise.
-        first: the layout in which the loop begins.
-        parts: its modules in ``first``.
+        world: in which the loop begins; one that trains nothing may go anywhere.
         data_parallel: what the loop says of itself.
     """
-    means = [found for part in parts if (found := takes_means(part)) is not None]
-    if data_parallel == "free" or (means and not any(means)):
+    means = [found for part in world.parts if (found := takes_means(part)) is not None]
+    if data_parallel == "free" or not world.trains or (means and not any(means)):
         return read
+
+    first = world.layout
 
     def careful(text: str, world_size: int) -> Layout:
         layout = read(text, world_size)

@@ -9,10 +9,13 @@ from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.text import print_layout
 from dynatrain.train.order import Order
+from dynatrain.train.parking import Parking
 from dynatrain.train.party import Party
 from dynatrain.train.saver import Saver
 from dynatrain.train.targets import Read
 from dynatrain.train.wishes import Wishes
+
+_WHILE_PARKED = ("park", "unpark", "stop")
 
 
 class Turns:
@@ -24,17 +27,26 @@ class Turns:
         read: reads a layout's text and refuses what this job cannot have.
         present: the layout now.
         saver: saves the job.
+        parking: where the job's state is.
         switches: how many the run has had before this job.
     """
 
     def __init__(
-        self, party: Party, wishes: Wishes, read: Read, present: Callable[[], Layout], saver: Saver, switches: int
+        self,
+        party: Party,
+        wishes: Wishes,
+        read: Read,
+        present: Callable[[], Layout],
+        saver: Saver,
+        parking: Parking,
+        switches: int,
     ) -> None:
         self._party = party
         self._wishes = wishes
         self._read = read
         self._present = present
         self._saver = saver
+        self._parking = parking
         self._switches = switches
         self._turn = 1
 
@@ -55,8 +67,22 @@ class Turns:
         self._turn += 1
         board.leave(topic)
         order = Order.read(found)
-        self._switches += order.switches
+        self._switches += order.numbered
         return order
+
+    def own(self, verb: str, layout: Layout, *, by: str) -> Order:
+        """An order that nobody has asked for by a request, and all ranks give themselves at the same place."""
+        self._switches += 1
+        return Order(layout=print_layout(layout), number=self._switches, verb=verb, by=by)
+
+    @property
+    def switches(self) -> int:
+        """How many the run has had, and has under way; another rank may not have heard of the last one yet."""
+        return self._switches
+
+    @switches.setter
+    def switches(self, count: int) -> None:
+        self._switches = count
 
     def books(self) -> dict[str, Any]:
         """What a rank that becomes rank 0 in another world has to know."""
@@ -84,6 +110,8 @@ class Turns:
 
     def answer(self, order: Order, outcome: str, message: str, switch: int | None = None) -> None:
         """Tell whoever asked what became of it."""
+        if order.numbered and (promise := self._party.memory.promise) is not None:
+            promise.end_turn(self._party.memory)
         if self._party.rank == 0:
             self._wishes.answer(order, outcome, message, switch)
 
@@ -93,14 +121,23 @@ class Turns:
         for order in self._wishes.due(step):
             if (refusal := self._refuse(order)) is not None:
                 self.answer(order, *refusal)
-            elif order.verb == "save" and self._saver.busy:
+            elif self._must_wait(order):
                 waiting.append(order)
             else:
-                number = self._switches + 1 if order.switches else 0
+                number = self._switches + 1 if order.numbered else 0
                 chosen = replace(order, turn=self._turn, number=number, edge=edge)
                 break
         self._wishes.put_back(waiting)
         return chosen
+
+    def _must_wait(self, order: Order) -> bool:
+        """Whether it cannot begin yet: behind another save, behind a switch of another job, or as the job is parked."""
+        memory = self._party.memory
+        if self._parking.parked and order.verb not in _WHILE_PARKED:
+            return True
+        if order.numbered and memory.promise is not None:
+            return not memory.promise.take_turn(memory)
+        return order.verb == "save" and self._saver.busy
 
     def _refuse(self, order: Order) -> tuple[str, str] | None:
         """``(outcome, message)`` of an order that needs or allows no attempt."""
@@ -108,6 +145,11 @@ class Turns:
             return "refused", f"taken up {time.time() - order.deadline:.1f} s after its deadline; ask again"
         if order.verb == "stop":
             return None
+        if order.verb in {"park", "unpark"}:
+            same = self._parking.parked == (order.verb == "park")
+            return ("unchanged", f"the run is {'' if self._parking.parked else 'not '}parked") if same else None
+        if self._parking.parked and order.request >= 0:
+            return "refused", "the run is parked: its state is in host memory; unpark it first"
         if order.verb == "save":
             return None if self._saver.on else ("refused", "this run is not saved: it has no place for checkpoints")
         return self._refuse_target(order)

@@ -23,7 +23,8 @@ from dynatrain.train.torch_private import local_tensor
 
 Build = Callable[[DeviceMesh, Layout], tuple[Any, Any]]
 """``build(mesh, layout) -> (module or list of modules, optimizer or list of optimizers)``: the user's own
-``parallelize`` and optimizer. Several optimizers over different parameters become one, ``sw.optimizer``.
+``parallelize`` and optimizer. Several optimizers over different parameters become one, ``sw.optimizer``; None is for
+what is not trained, such as the reference of a policy.
 
 Called under ``torch.device("meta")`` for every layout but the first, in a thread beside training: so it must make
 modules and nothing else, and neither seed nor draw from the process-wide random streams then."""
@@ -91,6 +92,11 @@ class World:
             for entry in self.found.values()
             for i, name in enumerate(entry.names)
         }
+
+    @property
+    def trains(self) -> bool:
+        """Whether an optimizer updates anything on any rank, as far as ``build`` says."""
+        return bool(self.optimizer.param_groups)
 
     @property
     def owners(self) -> list[Owner]:

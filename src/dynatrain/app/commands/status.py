@@ -26,7 +26,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
     """
     folder = find_run(run)
     mark, alive, progress = folder.agent(), folder.liveness(), Progress.of(folder)
-    last = progress.last
+    last, world = progress.last, RunWorld.of(folder)
     age = round(time.time() - last["time"], 1) if last else None
     saved = _saved(folder)
     if json:
@@ -35,8 +35,10 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
                 "run": str(folder.path),
                 "agent": alive or "none",
                 "exit": mark.exit if mark else None,
-                "world": (world := RunWorld.of(folder)).record,
+                "world": world.record,
                 "hosts": {str(node): name for node, name in world.hosts.items()},
+                "lent": world.lent,
+                "parked": world.parked,
                 "steps": progress.steps,
                 "last": last,
                 "age_seconds": age,
@@ -46,7 +48,6 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
             }
         )
         return 0
-    world = RunWorld.of(folder)
     say(f"{folder.name}: {_state(mark, alive)}", f"  {world.text}")
     if len(world.hosts) > 1:
         say(*(f"  node {node}, {name}: {_ranks(world.on([node]))}" for node, name in sorted(world.hosts.items())))
