@@ -29,7 +29,17 @@ def first_world(party: Party, groups: GroupPool, layout: Layout, initial: Initia
     Raises:
         UnplacedTensorError, UnknownStateError, UnknownHookError: what could not be switched, by name.
     """
-    world = _built_on_meta(party, groups, layout)
+    try:
+        world = _built_on_meta(party, groups, layout)
+    except ValueError:  # of ours, and has names
+        raise
+    except Exception as error:
+        if initial is None:  # a wrapper that cannot be built there is known by name where it can be built
+            check_carried(make_world(party, groups, layout, on_meta=False), layout)
+        raise UnknownStateError(
+            f"build fails on meta, where every later layout is built: {type(error).__name__}: {error}. Keep what needs "
+            "values out of it, or behind a look whether torch.empty(0) is on meta"
+        ) from error
     if initial is None:  # then that was a rehearsal
         world = make_world(party, groups, layout, on_meta=False)
     with mapped_apart():
