@@ -107,7 +107,8 @@ class Saving:
 
     def give_up(self, why: str) -> None:
         """Copy no more; the thread then finds that it cannot write, or that the others do not vote."""
-        self._snapshot.give_up(why)
+        if self._taken is not None:
+            self._taken.snapshot.give_up(why)
 
     def join(self, seconds: float) -> None:
         """Wait for its end, at most that long."""
