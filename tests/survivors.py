@@ -5,6 +5,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from tests import jobs, ranks
@@ -26,7 +27,8 @@ crossing by which a loss before is mended."""
 class Fall:
     """What becomes of one member, and what follows.
 
-    With ``denied``, those members take the step's last collective for broken, although they came through it.
+    With ``denied``, those members take the step's last collective for broken, although they came through it. With
+    ``behind``, it falls when that file is there.
     """
 
     member: int
@@ -36,6 +38,7 @@ class Fall:
     new: tuple[int, ...]
     by: str = "SIGKILL"
     denied: tuple[int, ...] = ()
+    behind: Path | None = None
 
 
 class Books(jobs.Books):
@@ -73,6 +76,8 @@ class Plant:
             if number in self.done or (fall.step, fall.place) != (where, place):
                 continue
             if fall.member == self.member:
+                while fall.behind is not None and not fall.behind.exists():
+                    time.sleep(0.01)
                 self.store.set(f"fell/{number}", "")
                 os.kill(os.getpid(), signal.Signals[fall.by])
                 time.sleep(60)

@@ -7,6 +7,7 @@ from tests import jobs
 from tests.crossings import SHALLOW, case_of
 from tests.survivors import Fall, survive
 
+from dynatrain.observe.checkpoints import MANIFEST, checkpoint_name
 from dynatrain.train.keeping import Keeps
 from dynatrain.train.saving import Saves
 
@@ -95,7 +96,7 @@ def test_what_nobody_else_has_comes_from_its_keeper_and_the_steps_since_are_done
 
 def test_where_no_memory_has_it_the_last_checkpoint_does(tmp_path):
     case = case_of(7, shape=SHALLOW)
-    falls = (Fall(0, 5, "totals", "dp1", (1,)),)
+    falls = (Fall(0, 5, "totals", "dp1", (1,), behind=tmp_path / checkpoint_name(3) / MANIFEST),)
     losses, visits = jobs.expected(case)
 
     found = survive(case, "fsdp2", 2, falls, visits, saves=Saves(root=tmp_path, every=3))
