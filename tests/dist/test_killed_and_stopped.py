@@ -100,9 +100,9 @@ def steps_of(run):
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in Tail(run.metrics).new()}
 
 
-def side_by_side(work, items):
-    """Two at a time: mostly they wait."""
-    with ThreadPoolExecutor(2) as pool:
+def side_by_side(work, items, ways=2):
+    """Some at a time: mostly they wait."""
+    with ThreadPoolExecutor(ways) as pool:
         return list(pool.map(work, items))
 
 

@@ -4,10 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from dynatrain.cluster.admitting import Admitting
 from dynatrain.cluster.alarm import put_up
-from dynatrain.cluster.claim import Admission, Claim, refusal
 from dynatrain.cluster.desk import Desk
-from dynatrain.cluster.door import Door
 from dynatrain.cluster.heart import read_beat
 from dynatrain.cluster.hosts import Hosts
 from dynatrain.cluster.lent import Loans, Spot
@@ -22,7 +21,6 @@ from dynatrain.cluster.summons import Newcomer, Sight, Summons, advance, is_over
 from dynatrain.cluster.worlds import crossing_board
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.log import Log
-from dynatrain.observe.prints import print_of
 from dynatrain.observe.requests import Answer, Request, new_id
 
 
@@ -69,7 +67,7 @@ class Lead:
         self._number = -1  # of what was asked of the ranks
         self._since = 0.0
         self._hosts = Hosts(job, meeting, peers, log, clock)
-        self._door = Door(meeting.store, job.secret)
+        self._admitting = Admitting(job, meeting, self._hosts, log)
         self._reserve = Reserve(meeting.board, job.spares)
         self.must_stop = ""
 
@@ -97,45 +95,13 @@ class Lead:
         elif not stopping and not self.must_stop:
             self._keep_spares()
             self._take_up()
-            self._look_at_door()
-
-    def _look_at_door(self) -> None:
-        """Take in an agent that has come, or say why not; where it brings ranks, the run grows next."""
-        claim = self._door.look() if self._summons is None and not self._hosts.departing else None
-        if claim is None:
-            return
-        if isinstance(claim, Claim):
-            prints = {**self._job.prints, "config": print_of([self._job.run.config.read_bytes()])}
-            why = refusal(claim, prints=prints, taken=self._hosts.taken, device=self._meeting.device)
-            who = f"process {claim.pid} on {claim.host}"
-        else:
-            why, who = claim, "somebody"
-        if why or not isinstance(claim, Claim):
-            self._door.refuse(why)
-            self._log.write("join_refused", who=who, reason=why)
-            self._job.announce(f"Not admitted: {who}: {why}.")
-            return
-        self._door.admit(self._admission(self._hosts.admit(claim)))
-        self._job.announce(f"Node {max(self._peers.nodes)} has joined: {who}.")
-        if claim.ranks:
-            self._grow(claim.ranks)
-
-    def _admission(self, node: int) -> Admission:
-        return Admission(
-            node=node,
-            nodes=self._job.place.nodes,
-            nonce=self._job.place.nonce,
-            world_size=self._meeting.world_size,
-            world=self._world,
-            generation=self._in_generation,
-            summons=self._meeting.board.peek(SUMMONS) or "",
-            device=self._meeting.device,
-            backend=self._meeting.backend,
-            attempt=self._meeting.attempt,
-        )
+            if self._summons is None and not self._hosts.departing:
+                self._grow(self._admitting.look(self._world, self._in_generation))
 
     def _grow(self, ranks: int) -> None:
-        """Ask for the largest world that there may be with so many more ranks."""
+        """Ask for the largest world that there may be with so many more ranks, if any are brought."""
+        if not ranks:
+            return
         size, _ = largest(len(self._world) + ranks, lambda size: self._job.resize(self._layout, size, ""))
         request = Request(id=new_id(), verb="scale", arguments={"size": max(size, len(self._world))}, by="join")
         self._desk.note(request)
