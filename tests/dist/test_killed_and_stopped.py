@@ -100,9 +100,9 @@ def steps_of(run):
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in Tail(run.metrics).new()}
 
 
-def side_by_side(work, items, ways=2):
-    """Some at a time: mostly they wait."""
-    with ThreadPoolExecutor(ways) as pool:
+def side_by_side(work, items):
+    """Two at a time: mostly they wait."""
+    with ThreadPoolExecutor(2) as pool:
         return list(pool.map(work, items))
 
 
@@ -185,19 +185,19 @@ def stopped(folder, prepared, mode, points):
 
 def stop_everywhere(folder, prepared, points):
     """Stop ranks at ``points[mode]`` in both modes, and hold outcomes, names and bits to what was promised."""
-    results = side_by_side(lambda mode: stopped(folder, prepared, mode, points[mode]), MODES)
+    undisturbed = new_run(folder / "undisturbed", prepared, steps=STEPS)
+    with started(undisturbed) as agent:  # beside the others, while they wait
+        results = side_by_side(lambda mode: stopped(folder, prepared, mode, points[mode]), MODES)
+        longest = max(len(steps) for _, steps in results)
+        until(lambda: len(steps_of(undisturbed)) >= longest, START + longest)
+        agent.send(signal.SIGINT)
+        assert agent.end(30)[0] == 130
     for mode, (answers, _) in zip(MODES, results, strict=True):
         for (event, number, rank, seconds), answer in zip([*points[mode], ("", 0, 0, 0)], answers, strict=True):
             where = f"{mode} {event} {number} on rank {rank} for {seconds} s: {answer}"
             assert answer.outcome == ("aborted" if seconds > DEADLINE else "done"), where
             assert seconds < DEADLINE or f"rank {rank}" in answer.message or f"ranks [{rank}]" in answer.message, where
     # Neither the aborted switches nor the committed ones changed a bit of any step.
-    undisturbed = new_run(folder / "undisturbed", prepared, steps=STEPS)
-    with started(undisturbed) as agent:
-        longest = max(len(steps) for _, steps in results)
-        until(lambda: len(steps_of(undisturbed)) >= longest, START + longest)
-        agent.send(signal.SIGINT)
-        assert agent.end(30)[0] == 130
     expected = steps_of(undisturbed)
     for _, steps in results:
         assert {step: expected[step] for step in steps} == steps
