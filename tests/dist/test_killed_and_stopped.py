@@ -205,8 +205,8 @@ def stop_everywhere(folder, prepared, points):
 
 SHORT = 0.5
 LONG = DEADLINE + 2.0
-"""Beyond the deadline of one phase and the longest step, which comes on top, within the next one's: the way back waits as
-long again."""
+"""Beyond the deadline of one phase and the longest step, which comes on top, within the next one's: the way back waits
+as long again."""
 
 
 def test_a_stopped_rank_costs_nothing_before_the_deadline_and_the_switch_alone_after_it(prepared, tmp_path):
