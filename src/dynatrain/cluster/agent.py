@@ -7,7 +7,6 @@ of it is left when :func:`drive` returns.
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -17,17 +16,17 @@ from torch.distributed import DistError
 from dynatrain.cluster.context import RankContext, Report
 from dynatrain.cluster.desk import Desk
 from dynatrain.cluster.heart import Pulse, read_beat
-from dynatrain.cluster.heirs import Legacy
 from dynatrain.cluster.interrupts import Interrupted, Interrupts
 from dynatrain.cluster.kernel import leave_realtime, signal_name
 from dynatrain.cluster.lead import Lead
-from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, come_later, contexts, describe, meet
+from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, contexts, describe
+from dynatrain.cluster.noted import write_down
 from dynatrain.cluster.part import Part
 from dynatrain.cluster.peers import Peers, Status
 from dynatrain.cluster.place import PlaceError
 from dynatrain.cluster.ranks import Ranks
 from dynatrain.cluster.spawner import Spawner
-from dynatrain.cluster.succession import Heir, succeed
+from dynatrain.cluster.succession import Heir, heir_of
 from dynatrain.cluster.summons import GONE_SECONDS, Newcomer, Summons
 from dynatrain.cluster.tie import Tie
 from dynatrain.cluster.vitals import Vitals
@@ -42,57 +41,6 @@ STOP_SECONDS = 3.0  # for ranks to reach a step edge; with the next, all is gone
 KILL_SECONDS = 0.7
 TIE_SECONDS = 0.5  # for the news that the store is lost to come behind what follows from it
 HALTED_SECONDS = 2.0  # between two steps of an agent that was halted meanwhile, or hung in the disk
-
-
-def drive(job: Job, spawner: Spawner, interrupts: Interrupts) -> int:
-    """Run a job on this node to its end.
-
-    Args:
-        job: what to run.
-        spawner: a fork server that was just started; closed on return.
-        interrupts: the signals that end the agent.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        PlaceError: the user asked for what the machines, or this launch, cannot give.
-    """
-    try:
-        if job.claim is None:
-            meeting = meet(job, interrupts)
-        else:
-            job, meeting = come_later(job, interrupts)
-        job.run.logs.mkdir(parents=True, exist_ok=True)  # a node with a disk of its own has none yet
-        ready = False
-        while True:
-            found = _run_once(job, meeting, spawner, interrupts, ready=ready)
-            if isinstance(found, int):
-                job.tenure.close(found)  # while the store is there: others that find it gone look here for the end
-                return found
-            (job, meeting), ready = found, True
-    except Interrupted:
-        return interrupts.exit_code
-    except (RunFailedError, DistError) as error:
-        job.announce(f"The run failed: {error}")
-        return FAILED
-
-
-def _run_once(
-    job: Job, meeting: Meeting, spawner: Spawner, interrupts: Interrupts, *, ready: bool
-) -> tuple[Job, Meeting] | int:
-    """Run a job to its end, or to that of the agent that leads; then find out what follows."""
-    generation = meeting.admission.generation if meeting.admission else 0
-    with Log(job.run.events, generation=generation, attempt=meeting.attempt) as log:
-        agent = Agent(job, meeting, spawner, interrupts, log, ready=ready)
-        code = agent.run()
-        if code is not None:
-            return code
-        try:
-            return succeed(job, agent.heir, interrupts)
-        except RunFailedError as failure:
-            log.write("run_failed", reason=str(failure))
-            raise
 
 
 class Agent:
@@ -199,23 +147,16 @@ class Agent:
         """End this node's ranks, whose run has lost its lead; False where one does not end."""
         self._ending = True
         assert self._tie is not None
-        place, slots = self._job.place, self._ranks.slots
-        # Of several agents in torchrun's store the one that leads need not be gone with that.
-        gone = () if place.killed_after is not None or place.node == 0 else (0,)
-        legacy = Legacy(
-            attempt=self._meeting.attempt,
-            node=place.node,
-            heirs=tuple(node for node in self._peers.nodes if node not in gone),
-            slots=tuple(slots[member] for member in self._part.kept),
+        self.heir = heir_of(
+            self._job,
+            self._meeting,
+            nodes=self._peers.nodes,
+            slots=tuple(self._ranks.slots[member] for member in self._part.kept),
             world_size=len(self._part.world),
             layout=self._layout,
-            host=place.host,
-            port=place.port,
             here=self._tie.here,
         )
-        mine = self._job.claim.place if self._job.claim is not None else socket.gethostname()
-        self.heir = Heir(legacy=legacy, meeting=self._meeting, place=mine)
-        self._log.write("lead_lost", node=place.node, reason=lost)
+        self._log.write("lead_lost", node=self._job.place.node, reason=lost)
         self._job.announce(f"The agent that leads is lost: {lost}. This host's ranks end, and begin anew.")
         self._ranks.kill(self._ranks.living)
         end = time.monotonic() + GONE_SECONDS
@@ -446,29 +387,4 @@ class Agent:
     def _note(self, report: Report) -> None:
         """Take in and write down what the fork server says of a rank."""
         self._ranks.note(report)
-        if report.kind not in {"forked", "stopped", "continued", "ended"}:
-            return
-        world = self._part.world
-        rank = world.index(report.member) if report.member in world else -1
-        about = {"rank": rank, "member": report.member, "pid": report.pid}
-        if report.kind == "forked" and rank < 0:
-            self._log.write("newcomer", **about)
-        elif report.kind == "stopped":
-            self._log.write("rank_stopped", signal=signal_name(report.signal), **about)
-            self._job.announce(f"{signal_name(report.signal)}: {self._part.name(report.member)}.")
-        elif report.kind == "continued":
-            self._log.write("rank_continued", **about)
-        elif report.kind == "ended":
-            self._note_end(report, about)
-
-    def _note_end(self, report: Report, about: dict[str, int]) -> None:
-        with suppress(DistError):
-            self._pulse.look()
-        beat = self._pulse.last(report.member)
-        how = {
-            "code": report.code,
-            "signal": signal_name(report.signal) if report.signal else "",
-            "by_agent": self._ending,
-        }
-        at = {"step": beat.step, "phase": beat.phase, "switch": beat.switch}
-        self._log.write("rank_ended", **about, **how, error=report.words, **at)
+        write_down(report, self._log, self._part, self._pulse, self._job.announce, by_agent=self._ending)

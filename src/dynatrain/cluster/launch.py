@@ -106,7 +106,7 @@ def run_agent(
     log = run.logs / "forkserver.log" if place.node == 0 else Path(os.devnull)
     try:
         with asked or nullcontext(), Interrupts() as interrupts, Spawner(entry, log) as spawner:
-            from dynatrain.cluster.agent import drive  # noqa: PLC0415 - torch, imported while the server does the same
+            from dynatrain.cluster.driving import drive  # noqa: PLC0415 - torch, imported while the server does the same
             from dynatrain.cluster.meeting import Job  # noqa: PLC0415 - the same
 
             job = Job(
@@ -188,7 +188,7 @@ def join_agent(
     place = Place(node=0, nodes=1, host=address.host, port=address.port, nonce="")
     tenure, code = Tenure(run), 1
     with Interrupts() as interrupts, Spawner(entry, Path(os.devnull)) as spawner:
-        from dynatrain.cluster.agent import drive  # noqa: PLC0415 - torch, imported while the server does the same
+        from dynatrain.cluster.driving import drive  # noqa: PLC0415 - torch, imported while the server does the same
         from dynatrain.cluster.meeting import Job  # noqa: PLC0415 - the same
 
         job = Job(

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +62,45 @@ class Heir:
         }
 
 
+def heir_of(
+    job: Job,
+    meeting: Meeting,
+    *,
+    nodes: Collection[int],
+    slots: tuple[int, ...],
+    world_size: int,
+    layout: str,
+    here: str,
+) -> Heir:
+    """What an agent goes on with; arguments as of :class:`~dynatrain.cluster.heirs.Legacy`.
+
+    Args:
+        job: what is run.
+        meeting: what the agents have in common.
+        nodes: all that have an agent of the run.
+        slots: places of this node that had ranks.
+        world_size: ranks of the world.
+        layout: theirs, as text.
+        here: this machine's address.
+    """
+    place = job.place
+    # Of several agents in torchrun's store the one that leads need not be gone with that.
+    gone = () if place.killed_after is not None or place.node == 0 else (0,)
+    legacy = Legacy(
+        attempt=meeting.attempt,
+        node=place.node,
+        heirs=tuple(node for node in nodes if node not in gone),
+        slots=slots,
+        world_size=world_size,
+        layout=layout,
+        host=place.host,
+        port=place.port,
+        here=here,
+    )
+    name = job.claim.place if job.claim is not None else socket.gethostname()
+    return Heir(legacy=legacy, meeting=meeting, place=name)
+
+
 def succeed(job: Job, heir: Heir, interrupts: Interrupts) -> tuple[Job, Meeting] | int:
     """Go on with a run whose lead is lost; this node's ranks have ended.
 
@@ -93,41 +132,69 @@ def _await_fate(job: Job, legacy: Legacy, interrupts: Interrupts) -> AgentMark |
     Raises:
         RunFailedError: the agent that led lives, and this one cannot reach it; or the disk is away.
     """
-    began = seen = turn = time.monotonic()
-    sign = -1
-    gone = False
+    watch = _Watch(job, legacy)
+    gone_since = 0.0
     while True:
         interrupts.check()
-        now = time.monotonic()
         try:
-            mark, last = job.run.agent(), last_sign(job.run.path)
-        except (OSError, MarkError) as error:
-            if now - seen > DISK_SECONDS:
+            mark, sign = watch.look()
+            word = fate(sign, legacy.attempt)
+            if word == "followed":
+                return mark
+            if word == "over":
+                return int(sign.exit or 0)
+            if word == "lives":
                 raise RunFailedError(
-                    f"the agent that leads is lost, and {job.run.path} cannot be read: {error}"
-                ) from error
-            interrupts.pause(_POLL_SECONDS)
-            continue
-        if last != sign:
-            sign, seen = last, now
-        assert mark is not None
-        ended = mark.liveness() == "gone" or (legacy.host != "" and nobody_listens(legacy.host, legacy.port))
-        word = fate(
-            Sign(attempt=mark.attempt, exit=mark.exit, ended=ended, silent=now - seen, waited=now - began),
-            legacy.attempt,
-        )
-        if word == "followed":
-            return mark
-        if word == "over":
-            return int(mark.exit or 0)
-        if word == "lives":
-            raise RunFailedError("this host is cut off from the agent that leads, which lives; the run goes on there")
-        if word == "gone":
-            turn = turn if gone else now
-            gone = True
-            if now - turn >= legacy.head_start and job.tenure.succeed(legacy.attempt):
-                return None
+                    "the agent that leads lives, and this host is cut off from it; the run goes on there"
+                )
+            if word == "gone":
+                gone_since = gone_since or time.monotonic()
+                if time.monotonic() - gone_since >= legacy.head_start and job.tenure.succeed(legacy.attempt):
+                    return None
+        except (OSError, MarkError) as error:
+            if watch.waited > DISK_SECONDS:
+                raise RunFailedError(f"the agent that leads is lost, and {job.run.path} is, too: {error}") from error
         interrupts.pause(_POLL_SECONDS)
+
+
+class _Watch:
+    """Looks at what is left of the agent that led.
+
+    Args:
+        job: what is run.
+        legacy: what this agent knows.
+    """
+
+    def __init__(self, job: Job, legacy: Legacy) -> None:
+        self._run = job.run
+        self._legacy = legacy
+        self._began = self._seen = time.monotonic()
+        self._last = -1
+
+    @property
+    def waited(self) -> float:
+        """Seconds."""
+        return time.monotonic() - self._began
+
+    def look(self) -> tuple[AgentMark, Sign]:
+        """Whose mark is there, and what follows.
+
+        Raises:
+            MarkError, OSError: the folder cannot be read.
+        """
+        mark, last = self._run.agent(), last_sign(self._run.path)
+        if mark is None:
+            raise MarkError("there is no agent.json")
+        if last != self._last:
+            self._last, self._seen = last, time.monotonic()
+        host, port = self._legacy.host, self._legacy.port
+        return mark, Sign(
+            attempt=mark.attempt,
+            exit=mark.exit,
+            ended=mark.liveness() == "gone" or (host != "" and nobody_listens(host, port)),
+            silent=time.monotonic() - self._seen,
+            waited=self.waited,
+        )
 
 
 def _lead(job: Job, heir: Heir, interrupts: Interrupts, began: float) -> tuple[Job, Meeting]:
@@ -139,10 +206,10 @@ def _lead(job: Job, heir: Heir, interrupts: Interrupts, began: float) -> tuple[J
     legacy, attempt = heir.legacy, heir.legacy.attempt + 1
     try:
         store = host_store(legacy.here)
-    except PlaceError as error:
-        raise RunFailedError(f"this host was to lead: {error}") from error
+        Address(host=legacy.here, port=store.port, secret=job.secret, attempt=attempt).write(job.run.path)
+    except (PlaceError, OSError) as error:
+        raise RunFailedError(f"this host was to lead, and cannot: {error}") from error
     board = _board(store, attempt)
-    Address(host=legacy.here, port=store.port, secret=job.secret, attempt=attempt).write(job.run.path)
     words = {legacy.node: heir.word} | _gather(board, legacy, interrupts)
     try:
         devices = {node: word["devices"] for node, word in words.items()} if heir.meeting.device == "cuda" else None
