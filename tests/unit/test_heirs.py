@@ -127,7 +127,7 @@ def heir(run: RunFolder, node: int, nodes=(1, 2), slots=(0,), **about) -> tuple[
         drain_seconds=1.0,
         announce=lambda _: None,
         tenure=Tenure(run),
-        secret="s",
+        secret="s",  # noqa: S106
         take_up=lambda _, layout: f"in {layout}",
         **about,
     )
