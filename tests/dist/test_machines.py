@@ -52,7 +52,7 @@ def machines():
         ]
 
 
-def trained(stack, place, machines, **more):
+def trained(stack, place, machines):
     """A run on machine a that b has joined with a rank."""
     (place / "text").mkdir()
     for name in "ab":
