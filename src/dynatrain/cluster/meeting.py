@@ -267,6 +267,7 @@ def contexts(
         RankContext(
             member=one.member,
             rank=world.index(one.member) if world else 0,
+            node=one.node,
             local_rank=one.slot,
             world_size=len(world),
             # The first world's, also where later ones have other numbers: plans follow it, so all must know one.
