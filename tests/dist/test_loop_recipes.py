@@ -1,10 +1,12 @@
 """What loops hang around models: adapters, compiled and checkpointed blocks, saves, Hugging Face's loops."""
 
+import runpy
 import weakref
 
 import pytest
 import torch
 import transformers
+from tests.cli import ROOT, environment
 from tests.recipes import compare, load, on_ranks, trained
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -70,11 +72,13 @@ def test_save_pretrained_under_tp_writes_one_processs_weights_and_holds_one_whol
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("recipe", ["your_model", "vit", "lora"])
+@pytest.mark.parametrize(
+    "recipe", [["your_model"], ["vit"], ["lora"], ["hf_models", "gpt2_without_dropout"]], ids=lambda recipe: recipe[-1]
+)
 def test_every_tp_degree_of_an_example_is_one_process(recipe):
-    """D8."""
-    switched = trained(4, recipe, layout="fsdp4", switches=((3, "fsdp2.tp2"), (6, "tp4"), (9, "dp2.tp2")))
-    compare(switched, trained(1, recipe, layout="dp1", switches=()), ["fsdp4", "fsdp2.tp2", "tp4", "dp2.tp2"])
+    """D8; of GPT-2 also D2: queries, keys and values in one parameter."""
+    switched = trained(4, *recipe, layout="fsdp4", switches=((3, "fsdp2.tp2"), (6, "tp4"), (8, "dp2.tp2")))
+    compare(switched, trained(1, *recipe, layout="dp1", switches=()), ["fsdp4", "fsdp2.tp2", "tp4", "dp2.tp2"])
 
 
 @pytest.mark.sweep
@@ -118,3 +122,34 @@ def test_a_loop_of_accelerate_trains_the_same_under_its_own_ddp_and_through_swit
     assert layouts == [*3 * ["fsdp2"], *3 * ["dp2"], *3 * ["fsdp2"]]
     assert switched == pytest.approx(plain, rel=0, abs=1e-12)
     assert plain[-1] < 0.9 * plain[0]
+
+
+def test_a_checkpoint_goes_on_in_another_layout(tmp_path):
+    first = trained(2, "from_checkpoint", "fsdp2", str(tmp_path / "two"), "5")
+    then = trained(2, "from_checkpoint", "tp2", str(tmp_path / "two"), "9")
+    plain = trained(1, "from_checkpoint", "dp1", str(tmp_path / "one"), "9")
+
+    compare(first + then, plain, ["fsdp2", "tp2"])
+
+
+def test_pytorchs_own_gathers_see_no_bit_change_at_an_edge():
+    found = trained(2, "same_bits")
+
+    assert [layout for layout, *_ in found] == [layout for layout in ("fsdp2", "tp2", "dp2", "fsdp2") for _ in range(2)]
+    assert [rest for _, *rest in found] == [[True, 20]] * 8
+
+
+def test_a_llama_of_transformers_trains_through_switches_as_one_process(tmp_path):
+    switched = trained(2, "hf_llama", str(tmp_path / "two"))
+    compare(switched, trained(1, "hf_llama", str(tmp_path / "one"), "dp1", ()), ["fsdp2", "tp2", "dp2"])
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / which, dtype=torch.float64) for which in ("one", "two"))
+    close(one.state_dict(), two.state_dict())
+
+
+@pytest.mark.sweep
+def test_a_run_is_driven_by_a_program(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    answers, code = runpy.run_path(str(ROOT / "recipes" / "cluster.py"))["main"](tmp_path)
+
+    assert answers == ["done"] * 5
+    assert code == 75  # ended before its last step, saved
