@@ -14,6 +14,26 @@ from tests.cli import ROOT
 
 import dynatrain
 
+RECIPES = [
+    ("same_bits.py", [], 8, 2),
+    ("your_model.py", [], 0, 2),
+    ("vit.py", [], 12, 2),
+    ("lora.py", [], 12, 2),
+    ("compiled_blocks.py", ["aot_eager"], 9, 2),
+    ("from_checkpoint.py", ["fsdp2", "checkpoints", "3"], 0, 2),
+    ("hf_llama.py", ["saved"], 0, 2),
+    ("hf_models.py", ["qwen3_moe"], 9, 2),
+    ("hf_models.py", ["gpt2"], 9, 2),
+    ("megatron_style.py", [], 9, 2),
+    ("titan_style.py", [], 12, 4),
+    ("fsdp2_plain.py", [], 24, 2),
+    ("fsdp2_switched.py", [], 24, 4),
+    ("hf_trainer.py", [], 9, 2),
+    ("hf_accelerate.py", [], 18, 2),
+    ("hf_peft.py", [], 9, 2),
+]
+"""Files, arguments, lines that tell of a step, and ranks; the first is run by `make test`, too."""
+
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory):
@@ -61,27 +81,9 @@ def test_nothing_of_the_repository_is_in_reach_there(clean, tmp_path):
     assert others == ["None", "None"]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("recipe", "words", "lines", "nproc"),
-    [
-        ("your_model.py", [], 0, 2),
-        ("vit.py", [], 12, 2),
-        ("lora.py", [], 12, 2),
-        ("same_bits.py", [], 8, 2),
-        ("compiled_blocks.py", ["aot_eager"], 9, 2),
-        ("from_checkpoint.py", ["fsdp2", "checkpoints", "3"], 0, 2),
-        ("hf_llama.py", ["saved"], 0, 2),
-        ("hf_models.py", ["qwen3_moe"], 9, 2),
-        ("hf_models.py", ["gpt2"], 9, 2),
-        ("megatron_style.py", [], 9, 2),
-        ("titan_style.py", [], 12, 4),
-        ("fsdp2_plain.py", [], 24, 2),
-        ("fsdp2_switched.py", [], 24, 4),
-        ("hf_trainer.py", [], 9, 2),
-        ("hf_accelerate.py", [], 18, 2),
-        ("hf_peft.py", [], 9, 2),
-    ],
+    [RECIPES[0], *(pytest.param(*row, marks=pytest.mark.sweep) for row in RECIPES[1:])],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_a_recipe_runs_alone_under_torchrun(clean, tmp_path, recipe, words, lines, nproc):
@@ -103,7 +105,6 @@ def test_the_programs_that_drive_a_run_run_alone(clean, tmp_path):
 
 
 def test_every_recipe_is_among_them():
-    (mark,) = (m for m in test_a_recipe_runs_alone_under_torchrun.pytestmark if m.name == "parametrize")
     there = {path.name for path in (ROOT / "recipes").glob("*.py")}
 
-    assert {values[0] for values in mark.args[1]} | {"cluster.py"} == there
+    assert {file for file, *_ in RECIPES} | {"cluster.py"} == there
