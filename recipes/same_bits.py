@@ -33,12 +33,12 @@ def everything(sw):
     return found
 
 
-def main(layout="fsdp2", switches=((2, "tp2"), (4, "dp2"), (6, "fsdp2"))):
+def main(layout="fsdp2", switches=((3, "tp2"), (6, "dp2"), (9, "fsdp2"))):
     dist.init_process_group()
     torch.manual_seed(0)
     sw = Switcher(build, layout=layout, schedule=dict(switches), data_parallel="free")
     seen, before = [], everything(sw)
-    for step in sw.steps(until=8):
+    for step in sw.steps(until=12):
         behind = everything(sw)
         equal = behind.keys() == before.keys() and all(torch.equal(behind[key], before[key]) for key in before)
         seen.append((print_layout(sw.layout), equal, len(behind)))

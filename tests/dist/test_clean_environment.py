@@ -15,7 +15,7 @@ from tests.cli import ROOT
 import dynatrain
 
 RECIPES = [
-    ("same_bits.py", [], 8, 2),
+    ("same_bits.py", [], 12, 2),
     ("your_model.py", [], 0, 2),
     ("vit.py", [], 12, 2),
     ("lora.py", [], 12, 2),
