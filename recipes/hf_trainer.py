@@ -27,7 +27,8 @@ class Seen(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **_):
         if "loss" in logs:
             self.steps.append((print_layout(self.sw.layout), logs["loss"]))
-            sys.stdout.write(f"step {state.global_step} {self.steps[-1]}\n")
+            if state.is_world_process_zero:
+                sys.stdout.write(f"step {state.global_step} {self.steps[-1]}\n")
 
 
 def build(mesh, _layout):
