@@ -59,7 +59,7 @@ def test_save_pretrained_under_tp_writes_one_processs_weights_and_holds_one_whol
             return whole
 
         DTensor.full_tensor = counted
-        load(world, "hf_models")["main"](name, switches=((3, "tp2"),), folder=str(tmp_path / "two"))
+        load(world, "hf_models")["main"](name, "tp2", ((3, "fsdp2"), (6, "tp2")), folder=str(tmp_path / "two"))
         return len(most), max(most)
 
     gathered, together = on_ranks(2, work)
@@ -140,6 +140,7 @@ def test_pytorchs_own_gathers_see_no_bit_change_at_an_edge():
     assert [rest for _, *rest in found] == [[True, 20]] * 12
 
 
+@pytest.mark.sweep
 def test_a_llama_of_transformers_trains_through_switches_as_one_process(tmp_path):
     switched = trained(2, "hf_llama", str(tmp_path / "two"))
     compare(switched, trained(1, "hf_llama", str(tmp_path / "one"), "dp1", ()), ["fsdp2", "tp2", "dp2"])
