@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 
 _FACES = {
     "Switcher": "dynatrain.train.switcher",
+    "stand_ins": "dynatrain.train.stand_ins",
     "Saves": "dynatrain.train.saving",
     "Promise": "dynatrain.execute.promise",
     "RunHandle": "dynatrain.app.handle",
