@@ -19,6 +19,7 @@ from dynatrain.plan.schedule import (
     default_budget,
     keep_schedule,
     predicted_peak,
+    round_bytes_of,
     tight_schedule,
 )
 from dynatrain.plan.storage import Storage, alike, storage
@@ -138,7 +139,7 @@ def _agree_on_rounds(
     chosen, objection = None, None
     if party.rank == 0:
         try:
-            schedule, budget = choose(party, mode, old, _table(old, new), free)
+            schedule, budget = choose(party, mode, old, new, _table(old, new), free)
             chosen = [schedule.mode, schedule.rounds, budget]
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
@@ -203,7 +204,7 @@ def _draw_own(
                 summary,
                 members=members,
                 budget_bytes=0 if budget is None else budget + STAGING_BYTES,
-                round_bytes=party.round_bytes,
+                round_bytes=round_bytes_of(party.world_size, party.round_bytes),
                 ranks_per_node=nodes,
                 adoptable=adoptable,
             )
@@ -241,13 +242,16 @@ def check_mode(mode: str) -> None:
         raise ValueError(problem)
 
 
-def choose(party: Party, mode: str, old: World, table: Storage, free: list[Free]) -> tuple[Schedule, int | None]:
+def choose(
+    party: Party, mode: str, old: World, new: World, table: Storage, free: list[Free]
+) -> tuple[Schedule, int | None]:
     """The rounds, and in ``tight`` the room for pieces; left to choose, ``keep`` where there is the memory for it.
 
     Args:
         party: this rank.
         mode: ``keep``, ``tight`` or ``auto``.
         old: the world that trains.
+        new: the world to come.
         table: bytes of every granule on every rank.
         free: what each rank sees of free memory.
 
@@ -259,7 +263,10 @@ def choose(party: Party, mode: str, old: World, table: Storage, free: list[Free]
         ValueError: there is no such mode.
     """
     check_mode(mode)
-    keep = keep_schedule(old.catalogue, party.round_bytes)
+    assert old.ownership is not None
+    assert new.ownership is not None
+    round_bytes = round_bytes_of(party.world_size, party.round_bytes)
+    keep = keep_schedule(old.catalogue, round_bytes, (old.ownership, new.ownership))
     extra = (predicted_peak(table, keep) - table.old).tolist()
     sharing = party.ranks_per_node or party.world_size
     fits = all(
