@@ -10,11 +10,14 @@ from tests.plans.cases import LAYERS, catalogues, layout, layouts, numbered, sma
 
 from dynatrain.judge.families import judge_families
 from dynatrain.judge.judge import judge_whole
-from dynatrain.plan.build import whole_plan
+from dynatrain.plan.build import rank_plan, whole_plan
 from dynatrain.plan.by_family import family_plan
+from dynatrain.plan.hashes import plan_hash
 from dynatrain.plan.schedule import STAGING_BYTES, default_budget, keep_schedule, tight_schedule
+from dynatrain.plan.sources import families
 from dynatrain.plan.storage import alike, storage
-from dynatrain.space.ownership import declared
+from dynatrain.plan.table import table
+from dynatrain.space.ownership import declared, num_holders
 
 
 def moves_of(plan):
@@ -55,13 +58,17 @@ few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthChec
 
 
 @few
-@given(changes())
-def test_a_plan_by_families_has_the_moves_of_the_plan_rank_by_rank(change):
+@given(changes(), st.booleans())
+def test_a_plan_by_families_has_the_moves_of_the_plan_rank_by_rank(change, turns):
     catalogue, old, new, how = change
-    schedule = keep_schedule(catalogue, 100)
+    schedule = replace(keep_schedule(catalogue, 100), turns=tuple(range(len(families(catalogue, old, new)))) * turns)
     one, other = (build(catalogue, old, new, schedule, **how) for build in (whole_plan, family_plan))
+    parts = [rank_plan(catalogue, old, new, rank, schedule, **how) for rank in range(num_holders(old, new))]
 
     assert moves_of(one) == moves_of(other)
+    for ends in (("receives", "relays"), ("sends", "relays")):
+        moves = table(move for part in parts for end in ends for move in getattr(part, end))
+        assert plan_hash(catalogue, moves) == plan_hash(catalogue, one.moves)
 
 
 @few
@@ -119,7 +126,18 @@ def other_source():
     return replace(SOUND, sources=sources)
 
 
+def same_box_twice():
+    """A row that brings what another one brings to the same piece, of as many elements as its own."""
+    key = list(zip(SOUND.family.tolist(), SOUND.dst.tolist(), SOUND.volume.tolist(), strict=True))
+    row = next(row for row, one in enumerate(key) if key.count(one) > 1)
+    other = key.index(key[row], row + 1)
+    low, high = SOUND.low.copy(), SOUND.high.copy()
+    low[row], high[row] = low[other], high[other]
+    return replace(SOUND, low=low, high=high)
+
+
 FAULTS = {
+    "a row brings what another does": (same_box_twice, "written twice"),
     "a row is missing": (lambda: without(moved_row()), "elements missing"),
     "a row is too long": (
         lambda: changed("high", moved_row(), [1, 0]),

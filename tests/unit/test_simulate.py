@@ -64,14 +64,15 @@ def test_a_node_s_cards_may_be_fewer_than_its_ranks_and_pcie_may_be_thinner():
 
 
 def test_a_rank_waits_for_its_partners_alone_and_in_tight_for_everybody():
-    rounds = [transfers(*(np.array([one]) for one in move)) for move in ((0, 4, 10 * GB), (8, 12, 10 * GB))]
-    rounds.append(transfers(np.array([4]), np.array([8]), np.array([10 * GB])))
-
-    def lasts(**how):
+    def lasts(*last, **how):
+        moves = (0, 4, 10 * GB), (8, 12, 10 * GB), (*last, 10 * GB)
+        rounds = [transfers(*(np.array([one]) for one in move)) for move in moves]
         return run(rounds, Links(PLAIN, 16), 16, **how).seconds
 
-    assert lasts() == pytest.approx(2.0)
-    assert lasts(together=True) == pytest.approx(3.0)
+    for last in ((4, 8), (4, 13), (13, 4), (0, 13), (13, 0)):
+        assert lasts(*last) == pytest.approx(2.0)
+    assert lasts(1, 13) == pytest.approx(1.0)
+    assert lasts(1, 13, together=True) == pytest.approx(3.0)
 
 
 def test_a_link_that_several_rounds_share_is_not_done_before_all_its_bytes_are_through():

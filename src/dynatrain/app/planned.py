@@ -22,6 +22,7 @@ from dynatrain.plan.schedule import STAGING_BYTES, default_budget, keep_schedule
 from dynatrain.plan.storage import Storage, alike, storage
 from dynatrain.plan.summary import PlanSummary, summarise
 from dynatrain.plan.table import FamilyPlan, WholePlan
+from dynatrain.plan.turns import with_turns
 from dynatrain.space.decoder import DecoderShape, catalogue
 from dynatrain.space.ownership import Ownership, declared
 from dynatrain.space.tensor import Catalogue
@@ -172,6 +173,7 @@ def change(
     held = storage(tensors, old, new, adoptable=adoptable)
     round_bytes = round_bytes or round_bytes_of(old.layout.world_size)
     budget = (budget_bytes or default_budget(held)) if mode == "tight" else 0
+    rounds = tight_schedule(held, budget) if budget else keep_schedule(tensors, round_bytes, (old, new))
     return Change(
         catalogue=tensors,
         old=old,
@@ -182,7 +184,7 @@ def change(
         round_bytes=round_bytes,
         ranks_per_node=ranks_per_node,
         storage=held,
-        schedule=tight_schedule(held, budget) if budget else keep_schedule(tensors, round_bytes, (old, new)),
+        schedule=with_turns(tensors, old, new, rounds, ranks_per_node=ranks_per_node),
         adoptable=adoptable,
     )
 

@@ -59,7 +59,7 @@ def rank_plan(
     receives: list[Move] = []
     relays: list[Move] = []
     adopted: list[Granule] = []
-    for family in families(catalogue, old, new, ranks_per_node=ranks_per_node, loss=loss):
+    for family in families(catalogue, old, new, ranks_per_node=ranks_per_node, loss=loss, turns=schedule.turns):
         kept = family.keeps(rank)
         incoming = tuple(cut for cut in family.incoming(rank) if cut.sources)
         for number, item in enumerate(family.items):
@@ -103,7 +103,7 @@ def whole_plan(
     dims = max((len(tensor.shape) for tensor in catalogue), default=0)
     groups: dict[tuple[int, ...], int] = {}
     parts = []
-    for family in families(catalogue, old, new, ranks_per_node=ranks_per_node, loss=loss):
+    for family in families(catalogue, old, new, ranks_per_node=ranks_per_node, loss=loss, turns=schedule.turns):
         rows = _rows(family, new.layout.ranks, dims)
         tensor = np.array([item.tensor for item in family.items], np.int64)
         group = np.array([groups.setdefault(item.states, len(groups)) for item in family.items], np.int64)

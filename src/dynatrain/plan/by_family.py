@@ -40,7 +40,7 @@ def family_plan(
     parts: list[tuple[npt.NDArray[np.generic], ...]] = []
     sources: list[Ints] = []
     begin = 0
-    for number, family in enumerate(families(catalogue, old, new, ranks_per_node=ranks_per_node)):
+    for number, family in enumerate(families(catalogue, old, new, ranks_per_node=ranks_per_node, turns=schedule.turns)):
         key = family.old.shape, family.old.cuts, family.old.digits, family.new.cuts, family.new.digits
         if key not in divided:
             divided[key] = _divide(family.old, family.new, dims)
@@ -167,7 +167,8 @@ def _rows(
         near, found, count = _near(owners, pairs.cell[pair], dst, ranks_per_node)
         first, ways = np.where(count > 0, owners.size + found, first), np.where(count > 0, count, ways)
         parts.append(near)
-    turn = np.where(ways > 1, family.first + copy * pairs.meeting[pair] + pairs.position[pair], 0)
+    number = copy * pairs.meeting[pair] + pairs.position[pair]
+    turn = np.where(ways > 1, family.first + number + number // ways, 0)
     first[holds] = sum(map(len, parts)) + np.arange(holds.sum())
     ways[holds], turn[holds] = 1, 0
     parts.append(dst[holds])

@@ -15,10 +15,13 @@ The rule, for a target rank that needs a part of a source cell:
 After a loss (``plan.left``) only those count as holders that have the cell of the step from which the run goes on; a
 keeper has its wards' cells beside its own.
 
-Among several, they take turns. The turn is the target's number among those that need the cell, plus the tensor's
-number, counted through the tensors that lie alike (its *family*) and on through the next family: so the replicas of a
-cell share its targets, and where a cell has fewer targets than replicas they share the tensors. Counted anew in every
-family, the first replica would send what there is one of: embedding, head and the first layer's tensors.
+Among several, they take turns. The turn is the target's number among those that need the cell, one more after each
+round of all holders (or every second target, where the others hold the cell themselves, would always ask the same one
+of two), plus the tensor's number, counted through the tensors that lie alike (its *family*) and on through the next
+family: so the replicas of a cell share its targets, and where a cell has fewer targets than replicas they share the
+tensors. Counted anew in every family, the first replica would send what there is one of: embedding, head and the first
+layer's tensors. Where turns of equal number are not of equal bytes, the announcer says where each family begins
+(:mod:`dynatrain.plan.turns`).
 """
 
 import itertools
@@ -176,7 +179,7 @@ class Family:
         self.old = old
         self.new = new
         self.items: list[Item] = []
-        self.first = 0  # number of the first item, counted through all families
+        self.first = 0  # whose turn it is for the first item: its number, counted through all families, or as told
         self._left = left
         self._ranks_per_node = ranks_per_node
         self._needs: dict[Cell, list[tuple[Cell, Box]]] = {}
@@ -263,7 +266,10 @@ class Family:
             sources = self._left.holders(sources)
         if self._ranks_per_node is not None:
             sources = self._on_nodes(cell, sources).get(target // self._ranks_per_node, sources)
-        return sources, self.first + self._turn(cell, target, target_cell) if len(sources) > 1 else 0
+        if len(sources) == 1:
+            return sources, 0
+        number = self._number(cell, target, target_cell)
+        return sources, self.first + number + number // len(sources)
 
     def _on_nodes(self, cell: Cell, sources: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
         """Those of ``sources``, which have ``cell``, that are on each node."""
@@ -276,7 +282,7 @@ class Family:
             found = self._near[cell] = {node: tuple(ranks) for node, ranks in nodes.items()}
         return found
 
-    def _turn(self, cell: Cell, target: int, target_cell: Cell) -> int:
+    def _number(self, cell: Cell, target: int, target_cell: Cell) -> int:
         """Number of ``target`` among all ranks whose new piece meets ``cell``."""
         positions = self._positions.get(cell)
         if positions is None:
@@ -292,6 +298,7 @@ def families(
     *,
     ranks_per_node: int | None = None,
     loss: Loss | None = None,
+    turns: tuple[int, ...] = (),
 ) -> tuple[Family, ...]:
     """All items of ``catalogue``, by family, in catalogue order.
 
@@ -301,6 +308,7 @@ def families(
         new: the ownership that needs it.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; None puts all ranks on one node.
         loss: of ranks of ``old``; None where all are there.
+        turns: where the turns of each family begin; empty to count them on from family to family.
 
     Raises:
         PlanError: tensors without a placement before or after: all of them, by name.
@@ -331,8 +339,8 @@ def families(
         for family, members in known[alike]:
             family.items.append(Item(tensor=index, states=members))
     first = 0
-    for family in found.values():
-        family.first, first = first, first + len(family.items)
+    for number, family in enumerate(found.values()):
+        family.first, first = turns[number] if turns else first, first + len(family.items)
     return tuple(found.values())
 
 

@@ -24,6 +24,7 @@ from dynatrain.plan.schedule import (
 )
 from dynatrain.plan.storage import Storage, alike, storage
 from dynatrain.plan.summary import PlanSummary, summarise
+from dynatrain.plan.turns import with_turns
 from dynatrain.space.ownership import Ownership
 from dynatrain.train.agreement import SwitchAbortedError, exchange, objection_of
 from dynatrain.train.party import Party
@@ -128,7 +129,7 @@ def draw(
 def _agree_on_rounds(
     party: Party, mode: str, old: World, new: World, free: list[Free], topic: str
 ) -> tuple[Schedule, int | None]:
-    """Rank 0's choice of mode, rounds and budget, on every rank.
+    """Rank 0's choice of mode, rounds, turns and budget, on every rank.
 
     The order of hand-overs compares floating-point scores, whose last bits differ between processors: computed on every
     rank, it could be two orders.
@@ -140,14 +141,19 @@ def _agree_on_rounds(
     if party.rank == 0:
         try:
             schedule, budget = choose(party, mode, old, new, _table(old, new), free)
-            chosen = [schedule.mode, schedule.rounds, budget]
+            assert old.ownership is not None
+            assert new.ownership is not None
+            sides = old.ownership, new.ownership
+            schedule = with_turns(old.catalogue, *sides, schedule, ranks_per_node=party.ranks_per_node)
+            chosen = [schedule.mode, schedule.rounds, schedule.turns, budget]
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
     told = exchange(
         party.board, topic, party.rank, payload=chosen, objection=objection, timeout=party.deadline
     ).in_order()
-    mode, rounds, budget = told[0]
-    return Schedule(rounds=tuple(tuple((t, s) for t, s in granules) for granules in rounds), mode=mode), budget
+    mode, rounds, turns, budget = told[0]
+    rounds = tuple(tuple((tensor, state) for tensor, state in granules) for granules in rounds)
+    return Schedule(rounds=rounds, mode=mode, turns=tuple(turns)), budget
 
 
 def _table(old: World, new: World) -> Storage:
