@@ -16,7 +16,7 @@ from dynatrain.train.switcher import Switcher
 FAULTS = "faults.json"
 BUDGET = STAGING_BYTES + (33 << 10)
 """Several rounds in ``tight``."""
-ROUNDS = {"keep": 10, "tight": 3}
+ROUNDS = {"keep": 7, "tight": 3}
 """Rounds of each switch."""
 
 

@@ -40,7 +40,7 @@ class Case:
     fired: int = 0
 
 
-ROUNDS = {("keep", 0): 5, ("tight", 0): 3, ("keep", 2): 7, ("tight", 2): 3}
+ROUNDS = {("keep", 0): 5, ("tight", 0): 3, ("keep", 2): 6, ("tight", 2): 3}
 """By mode, and whether the switch is inside a step: then there are gradients, too."""
 
 

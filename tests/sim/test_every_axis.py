@@ -11,6 +11,9 @@ from tests.stamped import Ballot, Rank, everywhere, local, schedule
 from dynatrain.execute import wire
 from dynatrain.judge.judge import judge_all
 from dynatrain.plan.build import rank_plan
+from dynatrain.plan.schedule import default_budget, keep_schedule, tight_schedule
+from dynatrain.plan.storage import storage
+from dynatrain.plan.turns import with_turns
 from dynatrain.space.ownership import declared
 
 
@@ -21,12 +24,25 @@ def _small_bundles(monkeypatch):
     monkeypatch.setattr(wire, "PACK_BYTES", 128)
 
 
-def misplaced(of, before, after, mode, seed):
+def announced(catalogue, old, new, mode, seed):
+    """The rounds and turns that rank 0 of a run would announce."""
+    rounds = tight_schedule(*tight(catalogue, old, new)) if mode == "tight" else None
+    rounds = rounds or keep_schedule(catalogue, 1 << (6 + seed % 8), (old, new))
+    return with_turns(catalogue, old, new, rounds, ranks_per_node=4)
+
+
+def tight(catalogue, old, new):
+    stored = storage(catalogue, old, new)
+    return stored, default_budget(stored)
+
+
+def misplaced(of, before, after, mode, seed, rounds_of=None):
     """What ranks do not hold as they should after a switch, and what their executors and the judge said."""
     catalogue = toys.catalogue(of)
     old, new = (declared(catalogue, layout, of.layers) for layout in (before, after))
     size = max(before.world_size, after.world_size)
-    rounds = schedule(catalogue, mode, per_round=1 + seed % 20)
+    rounds = rounds_of(catalogue, old, new, mode, seed) if rounds_of else None
+    rounds = rounds or schedule(catalogue, mode, per_round=1 + seed % 20)
     parts = [rank_plan(catalogue, old, new, rank, rounds, ranks_per_node=4) for rank in range(size)]
     agree, transports = Ballot(size), [LateTransport(one, seed * 31 + rank) for rank, one in enumerate(local(size))]
     ranks = [
@@ -55,6 +71,12 @@ LONG = dict.fromkeys(range(100, 300), (5, toys.WORLDS))
 def test_every_element_arrives_at_its_place(seed):
     for case in walk(seed, *SHORT[seed]):
         assert misplaced(*case, seed) == ([[]] * max(case[1].world_size, case[2].world_size), [], ())
+
+
+@pytest.mark.parametrize("seed", range(4, 8))
+def test_every_element_arrives_by_the_rounds_and_turns_that_are_announced(seed):
+    for case in walk(seed, 2, (4, 6, 8)):
+        assert misplaced(*case, seed, announced) == ([[]] * max(case[1].world_size, case[2].world_size), [], ())
 
 
 @pytest.mark.sweep

@@ -102,6 +102,22 @@ MISTAKES = {
         ["udcff': is not UTF-8", "cannot be written down"],
     ),
     "a model without end": (["plan", "dp4", "tp4", "--model", "deep"], ["deep/config.json", "too many brackets"]),
+    "unknown cluster": (
+        ["simulate", "dp4", "tp4", "--model", "tyni", "--cluster", "h10x4"],
+        ["no cluster 'h10x4'", "h100", "tyni", "tiny"],
+    ),
+    "a cluster that is too small": (
+        ["simulate", "dp4", "tp4", "--model", "tiny", "--cluster", "h100x2"],
+        ["2 ranks", "nearest: h100x4"],
+    ),
+    "a cluster that cannot be": (
+        ["simulate", "dp4", "tp4", "--model", "tiny", "--cluster", "h100", "--rails", "3", "--nic-gb-s", "-1"],
+        ["nic_gb_s is -1"],
+    ),
+    "rounds of nothing": (
+        ["simulate", "dp4", "tp4", "--model", "tiny", "--cluster", "h100", "--round-bytes", "0"],
+        ["--round-bytes is 0", "at least 1"],
+    ),
     "no ranks on a node": (["plan", "dp4", "tp4", "--model", "tiny", "--ranks-per-node", "0"], ["at least 1"]),
     "no run": (["status", "nosuch"], ["nosuch"]),
     "nothing to check": (["check", "nosuch"], ["nosuch"]),

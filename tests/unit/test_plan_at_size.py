@@ -1,4 +1,4 @@
-"""llama-3.1-70b over 1,024 ranks, the size that the project promises."""
+"""llama-3.1-70b over 1,024 ranks, and llama-3.1-405b over 16,384: the sizes that the project promises."""
 
 import time
 from dataclasses import replace
@@ -7,9 +7,11 @@ import pytest
 from tests.pace import allowed
 from tests.plans.cases import layout
 
+from dynatrain.judge.families import judge_families
 from dynatrain.judge.judge import judge_whole
 from dynatrain.plan.build import rank_plan, whole_plan
-from dynatrain.plan.schedule import default_budget, tight_schedule
+from dynatrain.plan.by_family import family_plan
+from dynatrain.plan.schedule import ROUND_BYTES, default_budget, keep_schedule, tight_schedule
 from dynatrain.plan.storage import storage
 from dynatrain.plan.summary import summarise
 from dynatrain.space.decoder import catalogue
@@ -64,3 +66,33 @@ def test_the_whole_plan_is_built_summarised_and_judged_in_5_s(case):
     assert summary.moved + sum(summary.relaid) + sum(summary.adopted) == sum(
         count.expected for count in verdict.coverage.values()
     )
+
+
+@pytest.fixture(scope="module")
+def largest():
+    shape = resolve_model("llama-3.1-405b")
+    tensors = catalogue(shape, "float32", "adamw")
+    sides = [
+        declared(tensors, where, shape.num_hidden_layers)
+        for where in (layout(pp=16, fsdp=64, tp=16), layout(pp=8, fsdp=128, tp=16))
+    ]
+    return tensors, *sides, keep_schedule(tensors, ROUND_BYTES)
+
+
+def test_one_rank_of_16384_derives_its_part_in_10_ms(largest):
+    seconds = []
+    for rank in (0, 0, 0, 5000, 5000, 5000, 16383, 16383):
+        start = time.process_time()
+        part = rank_plan(*largest[:3], rank, largest[3], ranks_per_node=8)
+        seconds.append(time.process_time() - start)
+    assert part.receives
+    assert min(seconds) < allowed(0.010), seconds
+
+
+def test_the_whole_plan_of_16384_ranks_is_built_and_judged_in_10_s(largest):
+    start = time.process_time()
+    plan = family_plan(*largest, ranks_per_node=8)
+    verdict = judge_families(*largest[:3], plan)
+    assert time.process_time() - start < allowed(10)
+    assert verdict.ok
+    assert plan.dst.max() == 16383

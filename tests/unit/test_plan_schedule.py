@@ -1,6 +1,7 @@
 """Rounds, budgets, bytes: the numbers."""
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -36,10 +37,26 @@ def test_rounds_of_keep_are_cut_by_bytes_of_whole_tensors_in_catalogue_order():
         (tensor, state) for tensor, one in enumerate(EVEN) for state in range(len(one.states))
     ]
     sizes = [sum(EVEN[tensor].nbytes(EVEN[tensor].states[state]) for tensor, state in granules) for granules in rounds]
-    assert max(sizes) <= 20_000
-    for granules, size, after in zip(rounds, sizes, rounds[1:], strict=False):
-        tensor, state = after[0]
-        assert size + EVEN[tensor].nbytes(EVEN[tensor].states[state]) > 20_000, granules
+    assert len(rounds) == -(-sum(sizes) // 20_000)
+    largest = max(tensor.nbytes(state) for tensor in EVEN for state in tensor.states)
+    assert max(sizes) <= sum(sizes) / len(rounds) + largest
+
+
+def test_each_round_of_keep_has_the_same_part_of_what_goes_between_any_two_stages():
+    old, new, _ = between(layout(pp=2, fsdp=2), layout(pp=4), BIG, 16)
+    rounds = keep_schedule(BIG, 1 << 25, (old, new)).rounds
+    groups = {tensor.name: tuple(side.placements[tensor.name].stages for side in (old, new)) for tensor in BIG}
+    total, most, through = Counter(), Counter(), Counter()
+    for tensor in BIG:
+        total[groups[tensor.name]] += sum(map(tensor.nbytes, tensor.states))
+        most[groups[tensor.name]] = max(most[groups[tensor.name]], *map(tensor.nbytes, tensor.states))
+    for number, granules in enumerate(rounds, 1):
+        for tensor, state in granules:
+            through[groups[BIG[tensor].name]] += BIG[tensor].nbytes(BIG[tensor].states[state])
+        for group, nbytes in total.items():
+            assert abs(through[group] - nbytes * number / len(rounds)) <= most[group]
+    assert len(total) == 4
+    assert through == total
 
 
 def test_a_granule_above_the_round_size_is_a_round_of_its_own():

@@ -7,7 +7,7 @@ from tests.cli import ROOT, environment
 
 import dynatrain
 
-PACKAGES = ("config", "layout", "space", "plan", "judge", "observe", "data", "app")
+PACKAGES = ("config", "layout", "space", "plan", "judge", "simulate", "observe", "data", "app")
 LAZY = {"dynatrain.data.prepare", "dynatrain.app.start"}
 """Modules with something to run or to start; imported like all others."""
 

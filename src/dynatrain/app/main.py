@@ -39,6 +39,7 @@ COMMANDS = {
     "stop": "end a running run at its next step edge, saved",
     "layout": "explain a layout, or the difference of two",
     "plan": "what a change of layout moves: bytes, peak memory, floor",
+    "simulate": "what a change of layout would take on a cluster: seconds, floor, busiest link",
     "bench": "measure a switch on this machine, beside what PyTorch offers for it",
     "check": "check a run, a checkpoint, a switch, a certificate or a plan offline",
     "export": "write the weights of a checkpoint as a Hugging Face folder",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dynatrain.app.mistake import MistakeError, all_of
+from dynatrain.judge.families import judge_families
 from dynatrain.judge.judge import judge_whole
 from dynatrain.judge.verdict import Verdict
 from dynatrain.layout.layout import Layout
@@ -13,12 +14,15 @@ from dynatrain.layout.legality import check
 from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import print_layout
 from dynatrain.plan.build import Adoptable, rank_plan, whole_plan
+from dynatrain.plan.by_family import family_plan
+from dynatrain.plan.order import chosen_order
 from dynatrain.plan.plan import RankPlan, Schedule
 from dynatrain.plan.record import PlanRecord, own_layout, record_of
-from dynatrain.plan.schedule import ROUND_BYTES, STAGING_BYTES, default_budget, keep_schedule, tight_schedule
+from dynatrain.plan.schedule import STAGING_BYTES, default_budget, keep_schedule, round_bytes_of, tight_schedule
 from dynatrain.plan.storage import Storage, alike, storage
 from dynatrain.plan.summary import PlanSummary, summarise
-from dynatrain.plan.table import WholePlan
+from dynatrain.plan.table import FamilyPlan, WholePlan
+from dynatrain.plan.turns import with_turns
 from dynatrain.space.decoder import DecoderShape, catalogue
 from dynatrain.space.ownership import Ownership, declared
 from dynatrain.space.tensor import Catalogue
@@ -91,6 +95,17 @@ class Change:
             adoptable=self.adoptable,
         )
 
+    def by_family(self) -> FamilyPlan:
+        """What all ranks do, for very many."""
+        return family_plan(
+            self.catalogue,
+            self.old,
+            self.new,
+            self.schedule,
+            ranks_per_node=self.ranks_per_node,
+            adoptable=self.adoptable,
+        )
+
     def summary(self, plan: WholePlan) -> PlanSummary:
         """The numbers of :meth:`whole`."""
         return summarise(self.catalogue, self.old, self.new, plan, self.storage, ranks_per_node=self.ranks_per_node)
@@ -104,6 +119,11 @@ class Change:
         """What the judge says of :meth:`whole`."""
         room = self.budget_bytes - STAGING_BYTES if self.mode == "tight" else None
         return judge_whole(self.catalogue, self.old, self.new, plan, budget_bytes=room)
+
+    def verdict_by_family(self, plan: FamilyPlan) -> Verdict:
+        """What the judge says of :meth:`by_family`."""
+        room = self.budget_bytes - STAGING_BYTES if self.mode == "tight" else None
+        return judge_families(self.catalogue, self.old, self.new, plan, budget_bytes=room)
 
     def record(self, plan: WholePlan, summary: PlanSummary) -> PlanRecord:
         """What a run writes down of :meth:`whole`."""
@@ -129,7 +149,7 @@ def change(
     members: tuple[int, ...] = (),
     mode: str,
     budget_bytes: int = 0,
-    round_bytes: int = ROUND_BYTES,
+    round_bytes: int = 0,
     ranks_per_node: int | None = None,
     adoptable: Adoptable | None = None,
 ) -> Change:
@@ -142,7 +162,7 @@ def change(
         members: of a crossing: those over which the layout of ``new`` is.
         mode: ``keep`` or ``tight``.
         budget_bytes: for ``tight``; 0 for the planner's own choice.
-        round_bytes: for ``keep``: bytes of whole tensors that travel in one round.
+        round_bytes: for ``keep``: bytes of whole tensors that travel in one round; 0 for the planner's own choice.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; None puts all ranks on one node.
         adoptable: which equal boxes may keep their storage; by default those that are padded alike.
 
@@ -151,7 +171,9 @@ def change(
     """
     adoptable = adoptable or alike(tensors, old, new)
     held = storage(tensors, old, new, adoptable=adoptable)
+    round_bytes = round_bytes or round_bytes_of(old.layout.world_size)
     budget = (budget_bytes or default_budget(held)) if mode == "tight" else 0
+    rounds = tight_schedule(held, budget) if budget else keep_schedule(tensors, round_bytes, (old, new))
     return Change(
         catalogue=tensors,
         old=old,
@@ -162,7 +184,7 @@ def change(
         round_bytes=round_bytes,
         ranks_per_node=ranks_per_node,
         storage=held,
-        schedule=tight_schedule(held, budget) if budget else keep_schedule(tensors, round_bytes),
+        schedule=with_turns(tensors, old, new, rounds, ranks_per_node=ranks_per_node),
         adoptable=adoptable,
     )
 
@@ -176,6 +198,7 @@ def change_of_model(
     dtype: str = "float32",
     optimizer: str = "adamw",
     budget_bytes: int = 0,
+    round_bytes: int = 0,
     ranks_per_node: int | None = None,
 ) -> Change:
     """As :func:`change`, for a model whose parameters are of ``dtype``, with the state of one of our optimizers.
@@ -199,7 +222,27 @@ def change_of_model(
         members=members,
         mode=mode,
         budget_bytes=budget_bytes,
+        round_bytes=round_bytes,
         ranks_per_node=ranks_per_node,
+    )
+
+
+def in_chosen_order(written: Change, num_layers: int) -> Change:
+    """The same change, to the rank order of the new layout in which most bytes stay where they are.
+
+    Raises:
+        PlanError: as in :func:`change`.
+    """
+    layout = chosen_order(written.catalogue, written.old, written.new, written.ranks_per_node)
+    if layout == written.new.layout:
+        return written
+    return change(
+        written.catalogue,
+        written.old,
+        declared(written.catalogue, layout, num_layers),
+        mode=written.mode,
+        round_bytes=written.round_bytes,
+        ranks_per_node=written.ranks_per_node,
     )
 
 

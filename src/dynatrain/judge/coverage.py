@@ -134,7 +134,7 @@ def coverage(
     kind = new.kinds(written.tensor, written.state)
     suspects = (counts.written != expected).ravel()
     suspects[key[~inside(written, new, kind, written.dst)]] = True
-    suspects[key[_overlapping(written, key)]] = True
+    suspects[key[overlapping(written, key)]] = True
     problems = _look_closely(catalogue, new, (written, key), np.flatnonzero(suspects), counts)
     return counts.by_kind(catalogue), shown(problems, "piece(s) not covered exactly once")
 
@@ -168,7 +168,7 @@ class _Counts:
         }
 
 
-def _overlapping(rows: Rows, key: Ints) -> Ints:
+def overlapping(rows: Rows, key: Ints) -> Ints:
     """Rows that share an element with another row of the same piece (one of each pair)."""
     order = np.argsort(key, kind="stable")
     key, low, high = key[order], rows.low[order], rows.high[order]
@@ -197,7 +197,7 @@ def _look_closely(
         low, high = new.low[kind, rank], new.high[kind, rank]
         if not new.held[kind, rank]:
             high = low
-        twice, missing = _occupancy(rows.take(order[start:stop]), low, high)
+        twice, missing = occupancy(rows.take(order[start:stop]), low, high)
         counts.twice[tensor, state, rank], counts.missing[tensor, state, rank] = twice, missing
         dims = len(catalogue[tensor].state_shape(catalogue[tensor].states[state]))
         box = tuple((int(a), int(b)) for a, b in zip(low[:dims], high[:dims], strict=True))
@@ -208,7 +208,7 @@ def _look_closely(
     return problems
 
 
-def _occupancy(rows: Rows, low: Ints, high: Ints) -> tuple[int, int]:
+def occupancy(rows: Rows, low: Ints, high: Ints) -> tuple[int, int]:
     """Elements that ``rows`` bring again (each repetition counts), and those of ``low:high`` that nothing brings."""
     starts, stops = np.vstack([low[None], rows.low]), np.vstack([high[None], rows.high])
     bounds = [np.unique(np.concatenate(column)) for column in zip(starts.T, stops.T, strict=True)]

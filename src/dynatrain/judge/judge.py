@@ -49,8 +49,8 @@ def judge_rank(
         fetches: what ranks read from files after a loss, by rank. That the files have it is for
             :func:`~dynatrain.judge.shelves.judge_fetches`.
     """
-    if unplaced := _unplaced(catalogue, old, new):
-        return Verdict(problems=unplaced)
+    if homeless := unplaced(catalogue, old, new):
+        return Verdict(problems=homeless)
     case = _Case(catalogue, (old, new), np.array([part.rank]), budget_bytes, padded, loss)
     outgoing, unknown = case.rows(table(part.sends))
     verdict = case.judge(table((*part.receives, *part.relays)), _adopted([part]), part.schedule, fetches)
@@ -87,8 +87,8 @@ def judge_all(
     world = num_holders(old, new)
     if (seen := [part.rank for part in parts]) != list(range(world)):
         return Verdict(problems=(f"parts of ranks {seen} were given; one of each of 0 .. {world - 1} is needed",))
-    if unplaced := _unplaced(catalogue, old, new):
-        return Verdict(problems=unplaced)
+    if homeless := unplaced(catalogue, old, new):
+        return Verdict(problems=homeless)
     case = _Case(catalogue, (old, new), np.arange(world), budget_bytes, padded, loss)
     moves = table(move for part in parts for move in (*part.receives, *part.relays))
     verdict = case.judge(moves, _adopted(parts), parts[0].schedule, fetches)
@@ -115,8 +115,8 @@ def judge_whole(
     Its moves have both ends in one row and its rounds are one value, so there is no second end that could disagree:
     each round's receives have their sends in the same round, and no rank can wait for ever.
     """
-    if unplaced := _unplaced(catalogue, old, new):
-        return Verdict(problems=unplaced)
+    if homeless := unplaced(catalogue, old, new):
+        return Verdict(problems=homeless)
     case = _Case(catalogue, (old, new), np.arange(num_holders(old, new)), budget_bytes, padded, loss)
     groups = plan.moves.groups
     states = [(i, state) for i, group in enumerate(plan.adopted_group.tolist()) for state in groups[group]]
@@ -213,7 +213,8 @@ class _Case:
         )
 
 
-def _unplaced(catalogue: Catalogue, old: Ownership, new: Ownership) -> tuple[str, ...]:
+def unplaced(catalogue: Catalogue, old: Ownership, new: Ownership) -> tuple[str, ...]:
+    """Tensors that have no owner before or after."""
     return tuple(
         f"{tensor.name} has no owner in the {side} layout"
         for side, ownership in (("old", old), ("new", new))

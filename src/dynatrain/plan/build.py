@@ -59,10 +59,9 @@ def rank_plan(
     receives: list[Move] = []
     relays: list[Move] = []
     adopted: list[Granule] = []
-    for family in families(catalogue, old, new, ranks_per_node=ranks_per_node, loss=loss):
+    for family in families(catalogue, old, new, ranks_per_node=ranks_per_node, loss=loss, turns=schedule.turns):
         kept = family.keeps(rank)
         incoming = tuple(cut for cut in family.incoming(rank) if cut.sources)
-        outgoing = tuple(family.outgoing(rank))
         for number, item in enumerate(family.items):
             if kept and adoptable(item.tensor):
                 adopted.extend(item.granules)
@@ -70,11 +69,9 @@ def rank_plan(
                 for cut in incoming:
                     src = cut.source(number)
                     (relays if src == rank else receives).append(Move(item.tensor, item.states, cut.box, src, rank))
-            sends.extend(
-                Move(item.tensor, item.states, cut.box, rank, target)
-                for target, cut in outgoing
-                if cut.source(number) == rank
-            )
+        for target, cut, numbers in family.outgoing(rank):
+            turns = family.items[numbers.start : numbers.stop : numbers.step]
+            sends.extend(Move(item.tensor, item.states, cut.box, rank, target) for item in turns)
     return RankPlan(
         rank=rank,
         sends=tuple(sorted(sends, key=_order)),
@@ -106,7 +103,7 @@ def whole_plan(
     dims = max((len(tensor.shape) for tensor in catalogue), default=0)
     groups: dict[tuple[int, ...], int] = {}
     parts = []
-    for family in families(catalogue, old, new, ranks_per_node=ranks_per_node, loss=loss):
+    for family in families(catalogue, old, new, ranks_per_node=ranks_per_node, loss=loss, turns=schedule.turns):
         rows = _rows(family, new.layout.ranks, dims)
         tensor = np.array([item.tensor for item in family.items], np.int64)
         group = np.array([groups.setdefault(item.states, len(groups)) for item in family.items], np.int64)

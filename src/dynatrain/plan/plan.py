@@ -39,15 +39,18 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The rounds: which granules travel together, in order. Equal on every rank.
+    """The rounds: which granules travel together, in order; and who begins to send. Equal on every rank.
 
     Attributes:
         rounds: granules of each round; every granule of the catalogue is in exactly one round.
         mode: ``keep`` (old state lives to the commit) or ``tight`` (handed over granule by granule).
+        turns: of each family of tensors (:mod:`dynatrain.plan.sources`), whose turn it is to send the first one; empty
+            where turns are counted on from family to family.
     """
 
     rounds: tuple[tuple[Granule, ...], ...]
     mode: str
+    turns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from dynatrain.plan.table import WholePlan
 from dynatrain.space.ownership import Ownership, Placement
 from dynatrain.space.tensor import Catalogue, State, Tensor
 
-SCHEMA = 5
+SCHEMA = 6
 """Version of the record; a reader refuses others."""
 
 

@@ -1,10 +1,14 @@
 """The rounds of a switch: which granules travel together, in which order. Equal on every rank.
 
-``keep`` needs no order: the old state lives on beside the new one. ``tight`` hands over granule by granule: a round
-allocates its granules' new pieces on every rank, moves, then gives back their old pieces. In the order of names a
-change from fsdp to pp would first fill the first stage with its whole model while nothing there is given back. So the
-order is chosen, greedily: of the granules that fit on every rank, the one that leaves the ranks farthest below what
-they may hold, where a rank near its limit counts exponentially more than a rank far from it.
+``keep`` needs no order for its memory: the old state lives on beside the new one. But where stages change, a rank sends
+layers of one stage and receives those of another. In the order of names it would do the one after the other, with half
+of its link idle each time; so each round has a part of what goes between each pair of stages.
+
+``tight`` hands over granule by granule: a round allocates its granules' new pieces on every rank, moves, then gives
+back their old pieces. In the order of names a change from fsdp to pp would first fill the first stage with its whole
+model while nothing there is given back. So the order is chosen, greedily: of the granules that fit on every rank, the
+one that leaves the ranks farthest below what they may hold, where a rank near its limit counts exponentially more than
+a rank far from it.
 
 How small can the budget be? Not always one granule. Let two stages of equal bytes become one fsdp group, the embedding
 in one stage and the head in the other. When the embedding goes, each rank of the other stage takes its share and gives
@@ -13,6 +17,7 @@ two of the largest shards, and more where the greedy choice finds no order in th
 add up to more.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,32 +27,50 @@ from dynatrain.plan.errors import PlanError
 from dynatrain.plan.plan import Granule, Schedule
 from dynatrain.plan.storage import Storage
 from dynatrain.plan.table import Ints
+from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue
 
 ROUND_BYTES = 1 << 28
-"""Bytes of whole tensors that travel in one round of ``keep``; what it bounds is staging memory."""
+"""Bytes of whole tensors that travel in one round of ``keep``: among few ranks altogether, among more of them each."""
+
+FEW_RANKS = 4
+"""So many are few. Rounds of more ranks are larger, because what a round costs a rank beside its bytes stays the same,
+and so that each round has granules of every pair of stages."""
 
 STAGING_BYTES = 24 << 20
 """What a budget leaves to the execution, to pack boxes that are strided in local storage; pieces never use it. Less
 would make messages so short that their latency shows."""
 
 
-def keep_schedule(catalogue: Catalogue, round_bytes: int) -> Schedule:
-    """All granules in catalogue order; a round is closed when the next granule would pass ``round_bytes``.
+def round_bytes_of(ranks: int, each: int = ROUND_BYTES) -> int:
+    """Bytes of whole tensors in one round of ``keep`` among ``ranks`` ranks; of few, ``each``."""
+    return each * ranks if ranks > FEW_RANKS else each
 
-    Bytes are those of whole tensors, a number that every rank has. A granule larger than ``round_bytes`` is a round.
+
+def keep_schedule(catalogue: Catalogue, round_bytes: int, sides: tuple[Ownership, Ownership] | None = None) -> Schedule:
+    """All granules, in as many rounds as rounds of ``round_bytes`` could carry them.
+
+    Tensors between the same stages are a group. Each round has of every group the granules, in catalogue order, that
+    end in its part of the group's bytes: all groups are through with the same part at any time. Bytes are those of
+    whole tensors, a number that every rank has. A granule larger than ``round_bytes`` is not divided.
+
+    Args:
+        catalogue: the tensors.
+        round_bytes: of one round.
+        sides: the ownerships before and after; without them, all tensors are one group.
     """
-    rounds: list[list[Granule]] = []
-    room = 0
-    for index, tensor in enumerate(catalogue):
-        for at, state in enumerate(tensor.states):
-            size = tensor.nbytes(state)
-            if not rounds or size > room:
-                rounds.append([])
-                room = round_bytes
-            rounds[-1].append((index, at))
-            room -= size
-    return Schedule(rounds=tuple(map(tuple, rounds)), mode="keep")
+    granules = [(index, at) for index, tensor in enumerate(catalogue) for at in range(len(tensor.states))]
+    sizes = [catalogue[index].nbytes(catalogue[index].states[at]) for index, at in granules]
+    stages = [tuple(side.placements[tensor.name].stages for side in sides or ()) for tensor in catalogue]
+    total, through = Counter[object](), Counter[object]()
+    for (index, _), size in zip(granules, sizes, strict=True):
+        total[stages[index]] += size
+    rounds: list[list[Granule]] = [[] for _ in range(max(1, -(-sum(sizes) // round_bytes)))]
+    for (index, at), size in zip(granules, sizes, strict=True):
+        group = stages[index]
+        through[group] += size
+        rounds[max(0, through[group] * len(rounds) - 1) // max(1, total[group])].append((index, at))
+    return Schedule(rounds=tuple(map(tuple, filter(None, rounds))), mode="keep")
 
 
 def default_budget(storage: Storage) -> int:

@@ -15,15 +15,20 @@ The rule, for a target rank that needs a part of a source cell:
 After a loss (``plan.left``) only those count as holders that have the cell of the step from which the run goes on; a
 keeper has its wards' cells beside its own.
 
-Among several, they take turns. The turn is the target's number among those that need the cell, plus the tensor's
-number, counted through the tensors that lie alike (its *family*) and on through the next family: so the replicas of a
-cell share its targets, and where a cell has fewer targets than replicas they share the tensors. Counted anew in every
-family, the first replica would send what there is one of: embedding, head and the first layer's tensors.
+Among several, they take turns. The turn is the target's number among those that need the cell, one more after each
+round of all holders (or every second target, where the others hold the cell themselves, would always ask the same one
+of two), plus the tensor's number, counted through the tensors that lie alike (its *family*) and on through the next
+family: so the replicas of a cell share its targets, and where a cell has fewer targets than replicas they share the
+tensors. Counted anew in every family, the first replica would send what there is one of: embedding, head and the first
+layer's tensors. Where turns of equal number are not of equal bytes, the announcer says where each family begins
+(:mod:`dynatrain.plan.turns`).
 """
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import filterfalse
 
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.left import Left
@@ -38,36 +43,50 @@ Cell = tuple[int, ...]
 
 
 class Grid:
-    """The cells of one family of tensors under one ownership, and who holds them."""
+    """The cells of one family of tensors under one ownership, and who holds them.
+
+    Attributes:
+        shape: of the tensors.
+        stages: the pp indices of their holders.
+        digits: ``(stride, ways)`` of each cut in the numbers of ranks, in cutting order.
+        cuts: ``(dim, ways)`` of each cut.
+    """
 
     def __init__(self, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> None:
-        self._shape = shape
+        self.shape = shape
         self._mesh = mesh
         self._placement = placement
-        self._stages = frozenset(placement.stages)
-        self._digits = tuple(mesh.layout.digit(axis) for axis, _ in placement.cuts)
-        self._cuts = tuple((dim, ways) for (_, dim), (_, ways) in zip(placement.cuts, self._digits, strict=True))
-        offsets = [stage * mesh.stage_size for stage in placement.stages]
-        for stride, ways in mesh.layout.left_over(axis for axis, _ in placement.cuts):
-            offsets = [at + i * stride for at in offsets for i in range(ways)]
-        self._offsets = offsets
-        self._copies = {offset: copy for copy, offset in enumerate(offsets)}
+        self.stages = placement.stages
+        self.digits = tuple(mesh.layout.digit(axis) for axis, _ in placement.cuts)
+        self.cuts = tuple((dim, ways) for (_, dim), (_, ways) in zip(placement.cuts, self.digits, strict=True))
         self._owners: dict[Cell, tuple[int, ...]] = {}
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """What is added to a cell's number to give those of its holders, by copy number."""
+        offsets = [stage * self._mesh.stage_size for stage in self.stages]
+        for stride, ways in self._mesh.layout.left_over(axis for axis, _ in self._placement.cuts):
+            offsets = [at + i * stride for at in offsets for i in range(ways)]
+        return offsets
+
+    @cached_property
+    def _copies(self) -> dict[int, int]:
+        return {offset: copy for copy, offset in enumerate(self.offsets)}
 
     def cell_of(self, rank: int) -> Cell | None:
         """The cell that ``rank`` holds (perhaps of no elements); None outside the tensor's stages and the world."""
         if rank >= len(self._mesh.numbers):
             return None
         number = self._mesh.numbers[rank]  # of nobody -1, which is in no stage
-        if number // self._mesh.stage_size not in self._stages:
+        if number // self._mesh.stage_size not in self.stages:
             return None
-        return tuple([number // stride % ways for stride, ways in self._digits])
+        return tuple([number // stride % ways for stride, ways in self.digits])
 
     def box(self, cell: Cell) -> Box:
         """The box of ``cell`` in the tensor; empty for a trailing cell that got nothing."""
-        box = list(whole(self._shape))
+        box = list(whole(self.shape))
         at = 0
-        for (dim, ways), index in zip(self._cuts, cell, strict=True):
+        for (dim, ways), index in zip(self.cuts, cell, strict=True):
             if self._placement.spanned(dim):
                 at = at * ways + index
             else:
@@ -77,14 +96,14 @@ class Grid:
         return tuple(box)
 
     def _base(self, cell: Cell) -> int:
-        return sum(stride * index for (stride, _), index in zip(self._digits, cell, strict=True))
+        return sum(stride * index for (stride, _), index in zip(self.digits, cell, strict=True))
 
     def owners(self, cell: Cell) -> tuple[int, ...]:
         """The ranks that hold ``cell``, by copy number."""
         found = self._owners.get(cell)
         if found is None:
             base, ranks = self._base(cell), self._mesh.ranks
-            found = self._owners[cell] = tuple(ranks[base + offset] for offset in self._offsets)
+            found = self._owners[cell] = tuple(ranks[base + offset] for offset in self.offsets)
         return found
 
     def copy_of(self, rank: int, cell: Cell) -> int:
@@ -93,7 +112,7 @@ class Grid:
 
     def cells(self) -> Iterator[Cell]:
         """All cells that have elements."""
-        for cell, _ in self.meeting(whole(self._shape)):
+        for cell, _ in self.meeting(whole(self.shape)):
             yield cell
 
     def meeting(self, box: Box) -> list[tuple[Cell, Box]]:
@@ -101,10 +120,10 @@ class Grid:
         if not volume(box):
             return []
         if self._placement.spans:
-            cells = itertools.product(*(range(ways) for _, ways in self._cuts))
+            cells = itertools.product(*(range(ways) for _, ways in self.cuts))
             return [(cell, common) for cell in cells if (common := intersect(self.box(cell), box)) is not None]
-        found: list[tuple[Cell, Box]] = [((), whole(self._shape))]
-        for dim, ways in self._cuts:
+        found: list[tuple[Cell, Box]] = [((), whole(self.shape))]
+        for dim, ways in self.cuts:
             start, stop = box[dim]
             deeper: list[tuple[Cell, Box]] = []
             for cell, outer in found:
@@ -160,11 +179,13 @@ class Family:
         self.old = old
         self.new = new
         self.items: list[Item] = []
-        self.first = 0  # number of the first item, counted through all families
+        self.first = 0  # whose turn it is for the first item: its number, counted through all families, or as told
         self._left = left
         self._ranks_per_node = ranks_per_node
         self._needs: dict[Cell, list[tuple[Cell, Box]]] = {}
         self._positions: dict[Cell, dict[Cell, int]] = {}
+        self._near: dict[Cell, dict[int, tuple[int, ...]]] = {}
+        self._places: dict[int, tuple[tuple[int, ...], dict[int, int]]] = {}
 
     def keeps(self, target: int) -> bool:
         """Whether ``target`` owns the same box, not an empty one, before and after, and trains with it."""
@@ -184,15 +205,40 @@ class Family:
         for source_cell, box in self._needs[cell]:
             yield self._cut(source_cell, box, target, cell)
 
-    def outgoing(self, source: int) -> Iterator[tuple[int, Cut]]:
-        """What other ranks need out of the cell of ``source``: ``(target, cut)``, where ``source`` has a turn."""
+    def outgoing(self, source: int) -> Iterator[tuple[int, Cut, range]]:
+        """What other ranks get out of the cell of ``source``: ``(target, cut, numbers of the tensors)``."""
         for cell in self._cells(source):
             for target_cell, box in self.new.meeting(self.old.box(cell)):
-                for target in self.new.owners(target_cell):
-                    if target != source and self._holds(target) != cell:
-                        cut = self._cut(cell, box, target, target_cell)
-                        if source in cut.sources:
-                            yield target, cut
+                for target in self._lacking(cell, self.new.owners(target_cell)):
+                    if target != source:
+                        sources, turn = self._senders(cell, target, target_cell)
+                        if turns := self._turns(source, sources, turn):
+                            yield target, Cut(box, cell, sources, turn), turns
+
+    def _lacking(self, cell: Cell, targets: tuple[int, ...]) -> Iterator[int]:
+        """Those of ``targets`` that do not hold ``cell`` themselves."""
+        if self._left is not None:
+            return (target for target in targets if self._holds(target) != cell)
+        holders = self.old.owners(cell)
+        if targets == holders:
+            return iter(())
+        return filterfalse(self._index(holders).__contains__, targets)
+
+    def _index(self, holders: tuple[int, ...]) -> dict[int, int]:
+        """The place of each of ``holders`` among them."""
+        known, index = self._places.get(id(holders), ((), {}))
+        if known is not holders:
+            index = {rank: at for at, rank in enumerate(holders)}
+            self._places[id(holders)] = holders, index  # which keeps the identity taken
+        return index
+
+    def _turns(self, source: int, sources: tuple[int, ...], turn: int) -> range:
+        """Numbers of the family's tensors of which ``source`` sends a box that has these sources and this turn."""
+        if self._left is None:
+            at = self._index(sources).get(source)
+        else:  # who is left is made anew for each target, and has no index
+            at = sources.index(source) if source in sources else None
+        return range(0) if at is None else range((at - turn) % len(sources), len(self.items), len(sources))
 
     def _holds(self, rank: int) -> Cell | None:
         """The cell of ``rank`` itself, if it has that."""
@@ -211,16 +257,32 @@ class Family:
     def _cut(self, cell: Cell, box: Box, target: int, target_cell: Cell) -> Cut:
         if self._holds(target) == cell:
             return Cut(box, cell, (target,), 0)
+        return Cut(box, cell, *self._senders(cell, target, target_cell))
+
+    def _senders(self, cell: Cell, target: int, target_cell: Cell) -> tuple[tuple[int, ...], int]:
+        """Who takes turns to send of ``cell`` to ``target``, which does not hold it, and whose turn is first."""
         sources = self.old.owners(cell)
         if self._left is not None:
             sources = self._left.holders(sources)
         if self._ranks_per_node is not None:
-            node = target // self._ranks_per_node
-            sources = tuple(rank for rank in sources if rank // self._ranks_per_node == node) or sources
-        turn = self.first + self._turn(cell, target, target_cell) if len(sources) > 1 else 0
-        return Cut(box, cell, sources, turn)
+            sources = self._on_nodes(cell, sources).get(target // self._ranks_per_node, sources)
+        if len(sources) == 1:
+            return sources, 0
+        number = self._number(cell, target, target_cell)
+        return sources, self.first + number + number // len(sources)
 
-    def _turn(self, cell: Cell, target: int, target_cell: Cell) -> int:
+    def _on_nodes(self, cell: Cell, sources: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+        """Those of ``sources``, which have ``cell``, that are on each node."""
+        found = self._near.get(cell)
+        if found is None:
+            assert self._ranks_per_node is not None
+            nodes: dict[int, list[int]] = {}
+            for rank in sources:
+                nodes.setdefault(rank // self._ranks_per_node, []).append(rank)
+            found = self._near[cell] = {node: tuple(ranks) for node, ranks in nodes.items()}
+        return found
+
+    def _number(self, cell: Cell, target: int, target_cell: Cell) -> int:
         """Number of ``target`` among all ranks whose new piece meets ``cell``."""
         positions = self._positions.get(cell)
         if positions is None:
@@ -236,6 +298,7 @@ def families(
     *,
     ranks_per_node: int | None = None,
     loss: Loss | None = None,
+    turns: tuple[int, ...] = (),
 ) -> tuple[Family, ...]:
     """All items of ``catalogue``, by family, in catalogue order.
 
@@ -245,6 +308,7 @@ def families(
         new: the ownership that needs it.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; None puts all ranks on one node.
         loss: of ranks of ``old``; None where all are there.
+        turns: where the turns of each family begin; empty to count them on from family to family.
 
     Raises:
         PlanError: tensors without a placement before or after: all of them, by name.
@@ -253,41 +317,30 @@ def families(
     meshes = Mesh(old.layout), Mesh(new.layout)
     left = None if loss is None else Left(loss)
     found: dict[tuple[object, ...], Family] = {}
-    forms: dict[int, list[tuple[int, ...]]] = {}
+    known: dict[tuple[object, ...], list[tuple[Family, tuple[int, ...]]]] = {}
 
-    def add(item: Item, shape: tuple[int, ...], before: Placement, after: Placement) -> None:
-        key = (
-            shape,
-            before.cuts,
-            before.stages,
-            before.spans,
-            before.along,
-            after.cuts,
-            after.stages,
-            after.spans,
-            after.along,
-        )  # plain tuples hash far faster than values
-        family = found.get(key)
-        if family is None:
-            family = Family(Grid(shape, before, meshes[0]), Grid(shape, after, meshes[1]), ranks_per_node, left)
-            found[key] = family
-        family.items.append(item)
+    def family_of(shape: tuple[int, ...], before: Placement, after: Placement) -> Family:
+        key = shape, before, after
+        if key not in found:
+            grids = Grid(shape, before, meshes[0]), Grid(shape, after, meshes[1])
+            found[key] = Family(*grids, ranks_per_node, left)
+        return found[key]
 
     for index, tensor in enumerate(catalogue):
         before, after = old.placements[tensor.name], new.placements[tensor.name]
-        kinds = forms.get(id(tensor.states))  # layers share their states
-        if kinds is None:
-            kinds = forms[id(tensor.states)] = _by_form(tensor.states)
-        for members in kinds:
-            state = tensor.states[members[0]]
-            item = Item(tensor=index, states=members)
-            if state.like_tensor:
-                add(item, tensor.shape, before, after)
-            else:
-                add(item, tensor.state_shape(state), old.placed(tensor, state), new.placed(tensor, state))
+        # Layers share their states, and declared tensors their placements: identities are told apart far faster.
+        alike = tensor.shape, id(tensor.states), id(before), id(after)
+        if alike not in known:
+            known[alike] = []
+            for members in _by_form(tensor.states):
+                state = tensor.states[members[0]]
+                sides = (before, after) if state.like_tensor else (old.placed(tensor, state), new.placed(tensor, state))
+                known[alike].append((family_of(tensor.state_shape(state), *sides), members))
+        for family, members in known[alike]:
+            family.items.append(Item(tensor=index, states=members))
     first = 0
-    for family in found.values():
-        family.first, first = first, first + len(family.items)
+    for number, family in enumerate(found.values()):
+        family.first, first = turns[number] if turns else first, first + len(family.items)
     return tuple(found.values())
 
 

@@ -201,13 +201,17 @@ def alike(catalogue: Catalogue, old: Ownership, new: Ownership, *, padded: Padde
     ranks = num_holders(old, new)
     before, after = PieceTable(old, ranks), PieceTable(new, ranks)
 
+    found: dict[tuple[tuple[int, ...], Placement, Placement], bool] = {}
+
     def same(index: int) -> bool:
         tensor = catalogue[index]
         if not any(padded(tensor, state) for state in tensor.states):
             return True
-        one = before.pieces(tensor.shape, old.placements[tensor.name])
-        other = after.pieces(tensor.shape, new.placements[tensor.name])
-        equal = (one.low == other.low).all(axis=1) & (one.high == other.high).all(axis=1) & one.held & other.held
-        return bool(((one.room == other.room) & (one.local == other.local))[equal].all())
+        key = tensor.shape, old.placements[tensor.name], new.placements[tensor.name]
+        if key not in found:
+            one, other = before.pieces(*key[:2]), after.pieces(key[0], key[2])
+            equal = (one.low == other.low).all(axis=1) & (one.high == other.high).all(axis=1) & one.held & other.held
+            found[key] = bool(((one.room == other.room) & (one.local == other.local))[equal].all())
+        return found[key]
 
     return same

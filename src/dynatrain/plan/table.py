@@ -84,3 +84,71 @@ def table(moves: Iterable[Move]) -> MoveTable:
         dst=np.array([move.dst for move in rows], np.int64),
         groups=tuple(groups),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Members:
+    """Tensors and states that lie alike before and after: the members of one family, by number.
+
+    Attributes:
+        tensor: index in the catalogue, one per member.
+        states: indices of the states that travel in the same boxes, one tuple per member.
+        adopts: whether an equal box may keep its storage, one per member.
+    """
+
+    tensor: Ints
+    states: tuple[tuple[int, ...], ...]
+    adopts: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FamilyPlan:
+    """A plan of all ranks in which members of a family share their rows: small enough for many thousand ranks.
+
+    A row is one box that ``dst`` needs out of one old piece, for every member of the family. Who sends it differs from
+    member to member by whose turn it is: of member ``n``, ``sources[first + (n + turn) % ways]``.
+
+    Attributes:
+        members: of each family.
+        family: index into ``members``, one per row; ascending.
+        low: first index of the box along each dim, (rows, dims); dims that a tensor lacks have 0.
+        high: one past the last, (rows, dims); dims that a tensor lacks have 1.
+        dst: target holder, one per row.
+        first: first of the row's sources, one per row.
+        ways: how many they are, one per row; those on the target's node alone where there are any.
+        turn: whose turn it is for member 0, one per row.
+        kept: whether the box is the target's whole piece before and after: adopted, or relaid where it may not be.
+        sources: holders; rows share their stretches of it.
+        holders_first: first of all that hold the row's old piece, in ``sources``, one per row.
+        holders: how many they are, one per row.
+        schedule: the rounds.
+    """
+
+    members: tuple[Members, ...]
+    family: Ints
+    low: Ints
+    high: Ints
+    dst: Ints
+    first: Ints
+    ways: Ints
+    turn: Ints
+    kept: npt.NDArray[np.bool_]
+    sources: Ints
+    holders_first: Ints
+    holders: Ints
+    schedule: Schedule
+
+    @property
+    def volume(self) -> Ints:
+        """Elements of each row's box."""
+        return np.asarray((self.high - self.low).prod(axis=1), np.int64)
+
+    def rows(self, family: int) -> slice:
+        """The rows of one family."""
+        start, stop = np.searchsorted(self.family, [family, family + 1])
+        return slice(int(start), int(stop))
+
+    def source(self, rows: slice | Ints, number: Ints) -> Ints:
+        """Who sends each of ``rows`` for each of the members ``number``, (rows, members)."""
+        at = (number[None, :] + self.turn[rows][:, None]) % self.ways[rows][:, None]
+        return np.asarray(self.sources[self.first[rows][:, None] + at], np.int64)

@@ -9,7 +9,7 @@ place in the tensor could not be given to other ranks.
 from collections.abc import Callable
 from dataclasses import replace
 
-from dynatrain.space.tensor import Catalogue, State
+from dynatrain.space.tensor import Catalogue, State, Tensor
 
 BLOCK = 256
 """Elements along the last dim that share one scale in AdamW8bit."""
@@ -77,9 +77,10 @@ OPTIMIZERS: dict[str, Beside] = {
 
 def beside(catalogue: Catalogue, kept: Beside) -> Catalogue:
     """The same tensors with their values and what ``kept`` says beside them; nothing is kept beside a buffer."""
-    return tuple(
-        replace(one, states=(one.states[0], *kept(one.name, one.shape, one.states[0].dtype)))
-        if one.states[0].name == "param"
-        else one
-        for one in catalogue
-    )
+    shared: dict[tuple[State, ...], tuple[State, ...]] = {}  # one value for all layers, as plans count on
+
+    def states(one: Tensor) -> tuple[State, ...]:
+        found = (one.states[0], *kept(one.name, one.shape, one.states[0].dtype))
+        return shared.setdefault(found, found)
+
+    return tuple(replace(one, states=states(one)) if one.states[0].name == "param" else one for one in catalogue)

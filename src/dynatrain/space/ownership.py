@@ -142,15 +142,15 @@ def declared(catalogue: Catalogue, layout: Layout, num_layers: int) -> Ownership
             return of_layer[anchor]
         return ranks[0] if anchor == FIRST else ranks[-1]
 
-    return Ownership(
-        layout=layout,
-        placements={
-            tensor.name: Placement(
-                cuts=cuts_under(layout, tensor), stages=tuple(sorted({stage(anchor) for anchor in tensor.anchors}))
-            )
-            for tensor in catalogue
-        },
-    )
+    shared: dict[tuple[object, ...], Placement] = {}
+    placements = {}
+    for tensor in catalogue:
+        stages = tuple(sorted({stage(anchor) for anchor in tensor.anchors}))
+        key = tensor.shape, tensor.cuts, stages
+        if key not in shared:
+            shared[key] = Placement(cuts=cuts_under(layout, tensor), stages=stages)
+        placements[tensor.name] = shared[key]
+    return Ownership(layout=layout, placements=placements)
 
 
 def cuts_under(layout: Layout, tensor: Tensor) -> Cuts:

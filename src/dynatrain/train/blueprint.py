@@ -19,10 +19,12 @@ from dynatrain.plan.schedule import (
     default_budget,
     keep_schedule,
     predicted_peak,
+    round_bytes_of,
     tight_schedule,
 )
 from dynatrain.plan.storage import Storage, alike, storage
 from dynatrain.plan.summary import PlanSummary, summarise
+from dynatrain.plan.turns import with_turns
 from dynatrain.space.ownership import Ownership
 from dynatrain.train.agreement import SwitchAbortedError, exchange, objection_of
 from dynatrain.train.party import Party
@@ -127,7 +129,7 @@ def draw(
 def _agree_on_rounds(
     party: Party, mode: str, old: World, new: World, free: list[Free], topic: str
 ) -> tuple[Schedule, int | None]:
-    """Rank 0's choice of mode, rounds and budget, on every rank.
+    """Rank 0's choice of mode, rounds, turns and budget, on every rank.
 
     The order of hand-overs compares floating-point scores, whose last bits differ between processors: computed on every
     rank, it could be two orders.
@@ -138,15 +140,20 @@ def _agree_on_rounds(
     chosen, objection = None, None
     if party.rank == 0:
         try:
-            schedule, budget = choose(party, mode, old, _table(old, new), free)
-            chosen = [schedule.mode, schedule.rounds, budget]
+            schedule, budget = choose(party, mode, old, new, _table(old, new), free)
+            assert old.ownership is not None
+            assert new.ownership is not None
+            sides = old.ownership, new.ownership
+            schedule = with_turns(old.catalogue, *sides, schedule, ranks_per_node=party.ranks_per_node)
+            chosen = [schedule.mode, schedule.rounds, schedule.turns, budget]
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
     told = exchange(
         party.board, topic, party.rank, payload=chosen, objection=objection, timeout=party.deadline
     ).in_order()
-    mode, rounds, budget = told[0]
-    return Schedule(rounds=tuple(tuple((t, s) for t, s in granules) for granules in rounds), mode=mode), budget
+    mode, rounds, turns, budget = told[0]
+    rounds = tuple(tuple((tensor, state) for tensor, state in granules) for granules in rounds)
+    return Schedule(rounds=rounds, mode=mode, turns=tuple(turns)), budget
 
 
 def _table(old: World, new: World) -> Storage:
@@ -203,7 +210,7 @@ def _draw_own(
                 summary,
                 members=members,
                 budget_bytes=0 if budget is None else budget + STAGING_BYTES,
-                round_bytes=party.round_bytes,
+                round_bytes=round_bytes_of(party.world_size, party.round_bytes),
                 ranks_per_node=nodes,
                 adoptable=adoptable,
             )
@@ -241,13 +248,16 @@ def check_mode(mode: str) -> None:
         raise ValueError(problem)
 
 
-def choose(party: Party, mode: str, old: World, table: Storage, free: list[Free]) -> tuple[Schedule, int | None]:
+def choose(
+    party: Party, mode: str, old: World, new: World, table: Storage, free: list[Free]
+) -> tuple[Schedule, int | None]:
     """The rounds, and in ``tight`` the room for pieces; left to choose, ``keep`` where there is the memory for it.
 
     Args:
         party: this rank.
         mode: ``keep``, ``tight`` or ``auto``.
         old: the world that trains.
+        new: the world to come.
         table: bytes of every granule on every rank.
         free: what each rank sees of free memory.
 
@@ -259,7 +269,10 @@ def choose(party: Party, mode: str, old: World, table: Storage, free: list[Free]
         ValueError: there is no such mode.
     """
     check_mode(mode)
-    keep = keep_schedule(old.catalogue, party.round_bytes)
+    assert old.ownership is not None
+    assert new.ownership is not None
+    round_bytes = round_bytes_of(party.world_size, party.round_bytes)
+    keep = keep_schedule(old.catalogue, round_bytes, (old.ownership, new.ownership))
     extra = (predicted_peak(table, keep) - table.old).tolist()
     sharing = party.ranks_per_node or party.world_size
     fits = all(

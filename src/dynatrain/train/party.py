@@ -66,7 +66,7 @@ class Party:
         segments: fused and padded tensors.
         deadline: seconds that each phase may take.
         budget: bytes over max(old, new) in ``tight``; 0 for the least that suffices.
-        round_bytes: bytes of whole tensors in one round of ``keep``.
+        round_bytes: bytes of whole tensors in one round of ``keep`` among few ranks; more have larger ones.
         unequal_copies: what becomes of copies that differ before a switch.
         data_parallel: what the loop says of its data ranks.
         ranks_per_node: how ranks share machines; None for one machine.

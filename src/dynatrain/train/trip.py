@@ -198,7 +198,8 @@ class Trip:
         """
         party, catalogue, owner = self.party, self.old.catalogue, self.old.ownership
         assert owner is not None
-        schedule, how = keep_schedule(catalogue, party.round_bytes), {"ranks_per_node": party.ranks_per_node}
+        schedule = keep_schedule(catalogue, party.round_bytes, (owner, owner))
+        how = {"ranks_per_node": party.ranks_per_node}
         table = storage(catalogue, owner, owner, adoptable=never)
         part = rank_plan(catalogue, owner, owner, party.rank, schedule, adoptable=never, **how)
         problems = list(judge_rank(catalogue, owner, owner, part).problems)

@@ -8,7 +8,7 @@ from dynatrain.app.cli import Rank, Text, call
 from dynatrain.app.mistake import MistakeError, all_of
 from dynatrain.app.output import emit, say, seconds, size
 from dynatrain.app.plan_text import head, moves_of_part, moves_of_plan, numbers, plan_record, rank_table
-from dynatrain.app.planned import Change, change_of_model, timed
+from dynatrain.app.planned import Change, change_of_model, in_chosen_order, timed
 from dynatrain.judge.verdict import Verdict
 from dynatrain.layout.foreign import read_layout
 from dynatrain.plan.plan import Move, RankPlan
@@ -33,6 +33,7 @@ def plan(
     mode: Literal["keep", "tight"] = "keep",
     optimizer: Literal["adamw", "sgd", "adafactor", "muon", "adamw8bit"] = "adamw",
     ranks_per_node: int | None = None,
+    choose_order: bool = False,
     json: bool = False,
 ) -> int:
     """What a change of layout moves: every move, bytes in and out, peak memory and floor. Trains nothing.
@@ -49,12 +50,15 @@ def plan(
         mode: keep the old state to the commit, or hand it over tensor by tensor.
         optimizer: whose state is moved beside the parameters.
         ranks_per_node: ranks that share a machine; sources are then sought there first. By default, all do.
+        choose_order: put the new layout's ranks in the order that moves fewest bytes, unless its text says an order.
         json: print one JSON object.
     """
     shape = resolve_model(model)
     before, after = all_of(lambda: read_layout(old), lambda: read_layout(new))
     layouts = (before, after)
     change = change_of_model(shape, layouts, mode=mode, optimizer=optimizer, ranks_per_node=ranks_per_node)
+    if choose_order:
+        change = in_chosen_order(change, shape.num_hidden_layers)
     ranks = len(change.storage.old)
     if rank is not None and not 0 <= rank < ranks:
         raise MistakeError(f"--rank {rank}: ranks are 0 .. {ranks - 1}.")
