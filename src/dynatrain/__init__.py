@@ -9,6 +9,8 @@ _FACES = {
     "Switcher": "dynatrain.train.switcher",
     "Saves": "dynatrain.train.saving",
     "Promise": "dynatrain.execute.promise",
+    "EngineTarget": "dynatrain.train.publisher",
+    "PublishError": "dynatrain.train.publishing",
     "RunHandle": "dynatrain.app.handle",
     "RunAgent": "dynatrain.app.held",
 }
