@@ -1,8 +1,8 @@
 """Reinforcement learning in miniature: a tiny Llama learns to add digits, from samples that an engine draws.
 
-``torchrun --nproc-per-node=2 recipes/rl_miniature.py``. In each round the ranks first have the layout ``tp2``, publish
-the weights to an engine in processes of its own, park, and leave the device to it while it samples; then they come
-back, switch to ``fsdp2`` and make one policy-gradient update. The answers can be checked, so nothing judges but ``==``.
+``torchrun --nproc-per-node=2 recipes/rl_miniature.py``. Each round begins in the layout ``tp2``: the ranks publish the
+weights to an engine in processes of its own, park, and leave the device to it while it samples; then they come back
+and make three updates in ``tp2``, as many in ``fsdp2``. The answers can be checked, so nothing judges but ``==``.
 """
 
 import json
@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_models import apply_tensor_parallelism, tp_plan
 
-PROMPTS, SAMPLES, RATE = 25, 16, 1e-2
+PROMPTS, SAMPLES, UPDATES, RATE = 25, 16, 6, 1e-2
 CONFIG = LlamaConfig(
     architectures=["LlamaForCausalLM"],
     vocab_size=64,  # bytes: the digits, + and =
@@ -88,7 +88,13 @@ def share(rows, mesh):
     return rows.chunk(data.size())[data.get_local_rank("dp") * data["fsdp"].size() + data.get_local_rank("fsdp")]
 
 
-def main(rounds=40):
+def advantages(reward):
+    """How much better than the other samples of its prompt each one is (GRPO)."""
+    groups = reward.view(PROMPTS, SAMPLES)
+    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 0.1)).flatten()
+
+
+def main(rounds=12):
     dist.init_process_group()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -105,26 +111,26 @@ def learn(rounds, url):
     told = [url]
     dist.broadcast_object_list(told)
     target = EngineTarget(engine=told[0], config=CONFIG.to_dict(), layout="tp2", dtype="fp32")
-    phases = {step: ("tp2", "fsdp2")[step % 2] for step in range(1, 2 * rounds)}
-    sw = Switcher(build, layout="tp2", schedule=phases, data_parallel="free")
-    seen = []
-    for step in sw.steps(until=2 * rounds):
-        if step % 2 == 0:  # rollout
+    sw, seen = Switcher(build, layout="tp2", data_parallel="free"), []
+    for step in sw.steps(until=UPDATES * rounds):
+        if step % UPDATES == 0:
             sw.publish(target).wait()
             sw.park()
             tokens, drawn, reward = rollout(told[0], seed=step)
             sw.unpark()
             with torch.no_grad():
                 apart = (scores(sw.model, tokens) - drawn).abs().max().item()
-            groups = reward.view(PROMPTS, SAMPLES)
-            advantage = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 0.1)).flatten()
-            layouts = [print_layout(sw.layout)]
-        else:  # training
-            mine, weight = share(tokens, sw.world.mesh), share(advantage, sw.world.mesh)
-            (-(weight * scores(sw.model, mine)).mean()).backward()
-            sw.optimizer.step()
-            sw.optimizer.zero_grad()
-            seen.append((reward.mean().item(), apart, *layouts, print_layout(sw.layout)))
+            advantage = advantages(reward)
+            seen.append([reward.mean().item(), apart])
+        if step % (UPDATES // 2) == 0:
+            seen[-1].append(print_layout(sw.layout))
+            if (then := step + UPDATES // 2) < UPDATES * rounds:
+                sw.request("fsdp2" if step % UPDATES == 0 else "tp2", at=then)
+        mine, old, weight = (share(rows, sw.world.mesh) for rows in (tokens, drawn, advantage))
+        ratio = (scores(sw.model, mine) - old).exp()
+        (-torch.minimum(weight * ratio, weight * ratio.clamp(0.8, 1.2)).mean()).backward()
+        sw.optimizer.step()
+        sw.optimizer.zero_grad()
     return seen
 
 

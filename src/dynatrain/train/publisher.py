@@ -19,7 +19,7 @@ from dynatrain.train.world import World
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineTarget:
-    """An inference engine that weights are published to. Equal on all ranks, made once for many publishes.
+    """An inference engine that is published to; made once for many publishes. Equal on all ranks, but ``host``.
 
     Attributes:
         engine: its address, or who makes its calls: see :class:`~dynatrain.execute.engine_client.EngineClient`.
