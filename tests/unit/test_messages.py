@@ -146,3 +146,23 @@ def test_messages_are_for_those_who_know_the_secret():
             urllib.request.urlopen(f"{server.url[:-4]}oops/3/1", timeout=10)  # noqa: S310
     finally:
         server.close()
+
+
+def test_an_engine_of_another_layout_refuses_before_anything_is_sent(rank_module, tmp_path):
+    taker = receiver(rank_module, tmp_path, torch.bfloat16)
+    taker.init({"dtype": "bfloat16", "shapes": {"0": {name: list(shape) for name, shape in SHAPES.items()}}})
+    for info, says in (
+        ({"dtype": "float32", "shapes": {"0": SHAPES}}, "float32 for torch.bfloat16"),
+        ({"dtype": "bfloat16", "shapes": {"0": SHAPES | {"a": (2, 6)}}}, r"a: \(2, 6\) for \(4, 6\)"),
+        ({"dtype": "bfloat16", "shapes": {"0": SHAPES | {"d": (1,)}}}, r"d: \(1,\) for None"),
+        ({"dtype": "bfloat16", "shapes": {"1": SHAPES}}, r"b: None for \(5,\)"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            taker.init(info)
+
+
+def test_changes_of_a_version_that_does_not_serve_are_refused(rank_module, tmp_path):
+    taker = receiver(rank_module, tmp_path, torch.bfloat16)
+    taker.version = 3
+    with pytest.raises(ValueError, match="changes since version 2, and version 3 serves"):
+        taker.update({"base_version": 2, "messages": {}})
