@@ -77,7 +77,7 @@ def rollout(url, seed):
 
 def scores(model, tokens):
     """The policy's own log-probability of each row's last token."""
-    logits = model(input_ids=tokens[:, :-1]).logits
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
     return logits[:, -1].log_softmax(-1).gather(1, tokens[:, -1:]).squeeze(1)
 
