@@ -21,7 +21,8 @@ class Publishes:
         It may be called before the first step, and before or behind a whole step in the loop. The weights are copied
         beside the next forward and backward, in the engine's dtype; its ranks fetch what they need from the ranks that
         have it. The engine serves its old version until the new one is there and has the right digests; whatever goes
-        wrong before leaves it with that. The version is the number of the step before which the weights were taken.
+        wrong before leaves it with that. The version is the number of the step before which the weights were taken. A
+        publish that is still under way is waited for first.
 
         Args:
             target: the engine.
