@@ -10,6 +10,8 @@ _FACES = {
     "stand_ins": "dynatrain.train.stand_ins",
     "Saves": "dynatrain.train.saving",
     "Promise": "dynatrain.execute.promise",
+    "EngineTarget": "dynatrain.train.publisher",
+    "PublishError": "dynatrain.train.publishing",
     "RunHandle": "dynatrain.app.handle",
     "RunAgent": "dynatrain.app.held",
 }

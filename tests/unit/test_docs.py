@@ -41,3 +41,11 @@ def test_each_guarantee_names_a_test_that_exists_and_where_it_stops():
     assert len(rows) >= 10
     for *_, file, name in rows:
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), name
+
+
+def test_the_page_of_publishing_opens_with_the_loop_that_the_tests_run():
+    page = (ROOT / "docs" / "publish.md").read_text(encoding="utf-8")
+    code = (ROOT / "recipes" / "rl_miniature.py").read_text(encoding="utf-8")
+    loop = page.split("```python\n")[1].split("```")[0]
+    assert loop.startswith("def learn(")
+    assert f"\n\n\n{loop}\n\nif __name__" in code
