@@ -12,7 +12,7 @@ from dynatrain.app.mistake import MistakeError, all_of, is_mistake
 from dynatrain.app.prints import prints_of
 from dynatrain.app.progress import watch
 from dynatrain.app.resize import layout_of_size
-from dynatrain.app.resume import Resumed, reopened, resume
+from dynatrain.app.resume import Resumed, reopened, resume, take_up
 from dynatrain.cluster.launch import run_agent
 from dynatrain.cluster.place import place_from, share
 from dynatrain.config.own import OWN_MODEL, own_toml
@@ -95,6 +95,7 @@ def start(
         resize=partial(layout_of_size, checked),
         survives=True,
         replacements=config.loss.replacements,
+        take_up=take_up,
     )
     if place.node > 0:
         return None, agent(RunFolder(path.absolute()))

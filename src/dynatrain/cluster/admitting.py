@@ -63,6 +63,7 @@ class Admitting:
             nodes=self._job.place.nodes,
             nonce=self._job.place.nonce,
             world_size=self._meeting.world_size,
+            each=self._meeting.each,
             world=tuple(world),
             generation=generation,
             summons=self._meeting.board.peek(SUMMONS) or "",

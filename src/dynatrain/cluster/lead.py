@@ -11,7 +11,7 @@ from dynatrain.cluster.heart import read_beat
 from dynatrain.cluster.hosts import Hosts
 from dynatrain.cluster.lent import Loans, Spot
 from dynatrain.cluster.losses import MEND_SECONDS, Losses
-from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, first_world
+from dynatrain.cluster.meeting import Job, Meeting, RunFailedError
 from dynatrain.cluster.membership import MembershipError, next_world
 from dynatrain.cluster.part import SUMMONS
 from dynatrain.cluster.parting import largest
@@ -54,7 +54,7 @@ class Lead:
         self._peers = peers
         self._log = log
         self._clock = clock
-        self._places = {one.member: one for one in first_world(job, meeting)}  # of all members ever
+        self._places = {one.member: one for one in meeting.seats}  # of all members ever
         self._world = tuple(self._places)
         self._layout = job.layout
         self._said_layout = ""
