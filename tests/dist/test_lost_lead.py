@@ -131,3 +131,33 @@ def test_a_lead_that_was_halted_and_goes_on_later_ends_and_does_no_harm(place):
     assert [one["attempt"] for one in events(run, "deposed")] == [0]
     assert (run.agent().attempt, run.agent().exit) == (1, 75)
     check(run)
+
+
+@pytest.mark.sweep
+def test_a_notice_to_the_first_host_takes_it_out_with_code_0_and_no_step_is_done_again(place):
+    with ExitStack() as stack:
+        (first, second), run = agents(stack, place, 2, every=0, TESTS_SECONDS_A_STEP="0.1")
+        until(lambda: run.exists and len(steps_of(run)) > 8, first)
+        first.send_signal(signal.SIGTERM)
+        said = first.communicate(timeout=40)[0]
+        assert (first.returncode, "which the others go on with" in said) == (0, True), said
+        until(lambda: len(of_attempt(run, 1)) > 3, second)
+        second.send_signal(signal.SIGTERM)  # the only one that is left
+        assert second.wait(30) == 75
+    assert [one["reason"] for one in events(run, "lead_lost")] == ["its host leaves the run"]
+    lines, again = check(run)
+    assert (again, [line["step"] for line in steps_of(run)]) == (0, list(range(len(lines))))
+    assert not events(run, "deposed")
+    assert not events(run, "run_failed")
+
+
+@pytest.mark.sweep
+def test_a_notice_to_all_hosts_stops_the_run_saved_on_all(place):
+    with ExitStack() as stack:
+        both, run = agents(stack, place, 2, every=0, TESTS_SECONDS_A_STEP="0.1")
+        until(lambda: run.exists and len(steps_of(run)) > 8, both[0])
+        for process in reversed(both):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+        assert [process.wait(40) for process in both] == [75, 75]
+    assert not events(run, "succession")

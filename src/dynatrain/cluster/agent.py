@@ -10,12 +10,15 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Literal
 
 from torch.distributed import DistError
 
+from dynatrain.cluster.bond import Bond
+from dynatrain.cluster.causes import SAVED
 from dynatrain.cluster.context import RankContext, Report
 from dynatrain.cluster.desk import Desk
-from dynatrain.cluster.heart import Pulse, read_beat
+from dynatrain.cluster.heart import Pulse
 from dynatrain.cluster.interrupts import Interrupted, Interrupts
 from dynatrain.cluster.kernel import leave_realtime, signal_name
 from dynatrain.cluster.lead import Lead
@@ -23,14 +26,11 @@ from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, contexts, de
 from dynatrain.cluster.noted import write_down
 from dynatrain.cluster.part import Part
 from dynatrain.cluster.peers import Peers, Status
-from dynatrain.cluster.place import PlaceError
 from dynatrain.cluster.ranks import Ranks
 from dynatrain.cluster.spawner import Spawner
-from dynatrain.cluster.succession import Heir, heir_of
+from dynatrain.cluster.succession import Heir
 from dynatrain.cluster.summons import GONE_SECONDS, Newcomer, Summons
-from dynatrain.cluster.tie import Tie
 from dynatrain.cluster.vitals import Vitals
-from dynatrain.observe.address import Address
 from dynatrain.observe.log import Log
 from dynatrain.observe.requests import Inbox, Request, new_id
 
@@ -39,7 +39,7 @@ TICK_SECONDS = 0.2
 START_SECONDS = 120.0  # for the fork server to import torch and the ranks' module
 STOP_SECONDS = 3.0  # for ranks to reach a step edge; with the next, all is gone within 5 s
 KILL_SECONDS = 0.7
-TIE_SECONDS = 0.5  # for the news that the store is lost to come behind what follows from it
+HAND_SECONDS = 1.0  # for the others to hear that they go on
 HALTED_SECONDS = 2.0  # between two steps of an agent that was halted meanwhile, or hung in the disk
 
 
@@ -99,11 +99,11 @@ class Agent:
         self._stop_code = 0  # 130 or 143 once the agent was asked to end
         self._stop_end = 0.0  # when ranks that were asked to stop are killed
         self._leaving = False  # this host was told to go, and the others may go on
+        self._handing_end = 0.0  # when ranks that stop for a new lead are to have stopped; 0 where this one stays
         self._ending = False  # ranks that end now end by our hand
         self._ready = self._began if ready else 0.0
         self._stepped = self._began
-        self._layout = job.layout  # that rank 0 has said last
-        self._tie: Tie | None = None
+        self._bond = Bond(job, meeting, self._peers, self._part, self._ranks)
 
     def run(self) -> int | None:
         """Start the ranks, watch them, leave nothing behind; returns the exit code.
@@ -122,8 +122,7 @@ class Agent:
         finally:
             if code is not None:
                 self._end(code)
-            if self._tie is not None:
-                self._tie.close()
+            self._bond.close()
         return code
 
     def _break_off(self, reason: str) -> int | None:
@@ -133,11 +132,11 @@ class Agent:
             self._log.write("deposed", reason=lost)
             self._job.announce(f"This agent was taken for dead, and ends with its ranks: {lost}.")
             return FAILED
-        lost = ""
-        if self._tie is not None and not self._stop_code:
-            lost = self._tie.wait(TIE_SECONDS) or self._peers.silent(self._job.liveness_seconds).get(0, "")
-        if lost and self._vitals.ended_well:
-            return self._vitals.code()
+        lost = "" if self._stop_code else self._bond.lost()  # one that stops ends with it
+        if lost and (
+            (self._leaving and self._peers.handed_over) or (self._vitals.ended_well and not self._vitals.code())
+        ):
+            return 0
         if lost and self._abandon(lost):
             return None
         self._fail(reason)
@@ -146,16 +145,7 @@ class Agent:
     def _abandon(self, lost: str) -> bool:
         """End this node's ranks, whose run has lost its lead; False where one does not end."""
         self._ending = True
-        assert self._tie is not None
-        self.heir = heir_of(
-            self._job,
-            self._meeting,
-            nodes=self._peers.nodes,
-            slots=tuple(self._ranks.slots[member] for member in self._part.kept),
-            world_size=len(self._part.world),
-            layout=self._layout,
-            here=self._tie.here,
-        )
+        self.heir = self._bond.heir()
         self._log.write("lead_lost", node=self._job.place.node, reason=lost)
         self._job.announce(f"The agent that leads is lost: {lost}. This host's ranks end, and begin anew.")
         self._ranks.kill(self._ranks.living)
@@ -170,35 +160,22 @@ class Agent:
         return not self._ranks.living
 
     def _watch(self) -> int:
-        place = self._job.place
-        if self._job.take_up is not None and not place.hosts_store:
-            try:
-                self._tie = Tie(place.host, place.port, self._job.liveness_seconds)
-            except PlaceError as error:
-                raise RunFailedError(str(error)) from error
+        self._bond.tie()
         if self._meeting.admission is None:
             self._log.write("agent_started", pid=os.getpid(), **describe(self._job, self._meeting))
-        if self._job.place.node == 0:
-            self._say_address()
+        place = self._job.place
+        if place.node == 0 and (
+            why := self._job.tenure.say_where(place.host, self._meeting.store.port, self._job.secret)
+        ):
+            self._job.announce(f"No agent can join: {why}.")
         if self._meeting.note:
             self._job.announce(f"Running {self._meeting.note}")
         self._start()
         while (code := self._step()) is None:
             self._interrupts.wait(TICK_SECONDS, self._spawner)
-        if not self._peers.released:
+        if not (self._peers.released or self._handing_end):
             self._peers.say(Status(state="done", code=code))
         return code
-
-    def _say_address(self) -> None:
-        """Write down where agents of other machines may come; where the disk does not take that, none may."""
-        place = self._job.place
-        try:
-            address = Address(
-                host=place.host, port=self._meeting.store.port, secret=self._job.secret, attempt=self._meeting.attempt
-            )
-            address.write(self._job.run.path)
-        except OSError as error:
-            self._job.announce(f"No agent can join: {self._job.run.path} cannot be written ({error.strerror}).")
 
     def _told(self, newcomers: Iterable[Newcomer], world: Sequence[int], generation: int) -> list[RankContext]:
         """What the newcomers of this node are told."""
@@ -263,6 +240,10 @@ class Agent:
         if over and not self._stop_code:
             self._peers.look()
             self._follow_stop()
+            if self._peers.handed_over:
+                raise RunFailedError("the agent that leads has left")
+            if self._handing_end and self._vitals.code() == SAVED:
+                return self._leave_to_others()
         if self._stop_code:
             over = over or now > self._stop_end or len(self._interrupts.received) > 1
         return (self._vitals.code() or self._stop_code or self._peers.code) if over else None
@@ -271,18 +252,36 @@ class Agent:
         """Everything that is looked at rather than reported."""
         self._pulse.look()
         self._peers.look()
-        self._layout = read_beat(self._meeting.board, self._part.world[0]).layout or self._layout
-        if self._tie is not None:
-            self._tie.answered()
+        self._bond.look()
         self._follow_stop()
         self._say()
         if self._job.place.node == 0:
             self._desk.serve()
-            self._lead.look(stopping=bool(self._stop_code))
+            self._lead.look(stopping=bool(self._stop_code or self._handing_end))
+            if self._lead.hands_over:
+                self._hand_over()
             if self._lead.must_stop and not self._stop_code:
                 self._job.announce(f"{self._lead.must_stop[0].upper()}{self._lead.must_stop[1:]}.")
                 self._stop(signal.SIGTERM, self._job.place.node)
         self._part.look(time.monotonic())
+
+    def _hand_over(self) -> None:
+        """Have the ranks stop, saved, for the others to go on without this host; where they do not, the run stops."""
+        now = time.monotonic()
+        if not self._handing_end:
+            self._handing_end = now + self._job.grace_seconds
+            self._say()  # before the ranks hear of it: the others are to know why they end
+            self._desk.stop(Request(id=new_id(), verb="stop", by="SIGTERM"))
+        elif now > self._handing_end and not self._stop_code:
+            self._stop(signal.SIGTERM, self._job.place.node)
+
+    def _leave_to_others(self) -> int:
+        """All ranks have stopped, saved, and the others have heard that they go on; the exit code."""
+        self._job.tenure.drop()
+        self._log.write("host_left", node=self._job.place.node)
+        self._job.announce("This host leaves the run, which the others go on with.")
+        Interrupts.sleep(HAND_SECONDS)
+        return 0
 
     def _require_tenure(self) -> None:
         """Do nothing more as the agent that leads where another does: this one may have been halted for long.
@@ -305,7 +304,7 @@ class Agent:
         """Tell the other agents how this one is."""
         self._peers.say(
             Status(
-                state="stopping" if self._stop_code else "leaving" if self._leaving else "running",
+                state=self._state,
                 signal=max(0, self._stop_code - 128),
                 living=self._ranks.living,
                 heard=self._part.heard,
@@ -314,14 +313,24 @@ class Agent:
             )
         )
 
+    @property
+    def _state(self) -> Literal["running", "stopping", "leaving", "handing"]:
+        if self._stop_code:
+            return "stopping"
+        if self._handing_end:
+            return "handing"
+        return "leaving" if self._leaving else "running"
+
     def _heed(self, received: list[int]) -> None:
-        """Do what a signal asks for: SIGTERM takes this host out of the run where its store and its lead are elsewhere.
+        """Do what a signal asks for: SIGTERM takes this host out of the run where others can go on.
 
         All else ends the run, and so does a second signal.
         """
-        if received != [signal.SIGTERM] or self._job.place.node == 0:
+        saves = self._job.take_up is not None and self._job.grace_seconds > 0
+        followed = saves and len(self._peers.nodes) > 1 and bool(self._part.members)
+        if received != [signal.SIGTERM] or (self._job.place.node == 0 and not followed):
             if received[0] == signal.SIGTERM and len(self._peers.nodes) > 1:
-                self._job.announce("Node 0 leads the run and holds its store: it cannot leave, so the run stops.")
+                self._job.announce("This agent leads a run that is not saved at its end, so it stops.")
             self._stop(received[0], self._job.place.node)
         elif not self._leaving:
             self._leaving = True

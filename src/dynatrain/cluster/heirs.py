@@ -42,6 +42,7 @@ class Legacy:
         host: where the store was; empty where that is not known.
         port: its port.
         here: this machine's address, as others reach it.
+        handed: whether the agent that led has left, and said so.
     """
 
     attempt: int
@@ -53,6 +54,7 @@ class Legacy:
     host: str
     port: int
     here: str
+    handed: bool = False
 
     @property
     def head_start(self) -> float:
@@ -67,7 +69,7 @@ class Sign:
     Attributes:
         attempt: of the run's agent, as its folder says.
         exit: how that has ended; None where it has not said so.
-        ended: whether its process is known to have ended.
+        ended: whether its process is known to have ended, or it has said that it leaves.
         silent: seconds without a sign of life on the disk.
         waited: seconds since it was lost.
     """

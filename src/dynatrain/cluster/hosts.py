@@ -112,6 +112,11 @@ class Hosts:
             self._told.pop(node, None)
             self._log.write("host_left", node=node)
 
+    @property
+    def lead(self) -> int:
+        """The node of the agent that leads."""
+        return self._job.place.node
+
     def begin(self, nodes: Collection[int]) -> None:
         """These are to leave.
 

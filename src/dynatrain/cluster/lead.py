@@ -37,6 +37,7 @@ class Lead:
 
     Attributes:
         must_stop: why the run is to stop saved: a host has to go, and the others cannot go on; empty where none has.
+        hands_over: whether this host is to go, and the others go on under another lead.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Lead:
         self._admitting = Admitting(job, meeting, self._hosts, log)
         self._reserve = Reserve(meeting.board, job.spares)
         self.must_stop = ""
+        self.hands_over = False
 
     def look(self, *, stopping: bool) -> None:
         """Go as far as can be gone.
@@ -114,7 +116,9 @@ class Lead:
     def _take_up(self) -> None:
         """Begin what comes next: hosts that a signal tells to leave go before what people ask for."""
         if self._hosts.signalled:
-            if nodes := self._hosts.due:
+            if self._hosts.lead in (nodes := self._hosts.due):
+                self._hand_over(nodes)
+            elif nodes:
                 request = Request(id=new_id(), verb="scale", arguments={"nodes": list(nodes)}, by="SIGTERM")
                 self._desk.note(request)
                 self._begin(request)
@@ -124,6 +128,18 @@ class Lead:
                 self._desk.answer(request, late)
             else:
                 self._begin(request)
+
+    def _hand_over(self, nodes: Sequence[int]) -> None:
+        """This host goes, as others may: the rest goes on without, if there is a layout for the ranks that stay."""
+        stay = [node for node in self._hosts.open if node not in nodes]
+        spares = sum(map(len, self._reserve.ready(stay).values()))
+        ranks = sum(self._places[member].node in stay for member in self._world) + spares
+        try:
+            largest(min(ranks, len(self._world)), lambda size: self._job.resize(self._layout, size, ""))
+        except ValueError as error:
+            self._give_up(f"the hosts that were told to go cannot leave: {error}")
+        else:
+            self.hands_over = True
 
     def _give_up(self, why: str) -> None:
         """The run is to stop while all of it is there; nothing where ``why`` is empty."""

@@ -71,17 +71,19 @@ def heir_of(
     world_size: int,
     layout: str,
     here: str,
+    handed: bool = False,
 ) -> Heir:
     """What an agent goes on with; arguments as of :class:`~dynatrain.cluster.heirs.Legacy`.
 
     Args:
         job: what is run.
         meeting: what the agents have in common.
-        nodes: all that have an agent of the run.
+        nodes: that have an agent of the run, and stay.
         slots: places of this node that had ranks.
         world_size: ranks of the world.
         layout: theirs, as text.
         here: this machine's address.
+        handed: whether the agent that led has said that it leaves.
     """
     place = job.place
     # Of several agents in torchrun's store the one that leads need not be gone with that.
@@ -96,6 +98,7 @@ def heir_of(
         host=place.host,
         port=place.port,
         here=here,
+        handed=handed,
     )
     name = job.claim.place if job.claim is not None else socket.gethostname()
     return Heir(legacy=legacy, meeting=meeting, place=name)
@@ -123,7 +126,7 @@ def succeed(job: Job, heir: Heir, interrupts: Interrupts) -> tuple[Job, Meeting]
             address = Address.read(job.run.path)
             known = address is not None and address.attempt == found.attempt
             host, port = (address.host, address.port) if address is not None and known else ("", 0)
-            heir = replace(heir, legacy=replace(heir.legacy, attempt=found.attempt, host=host, port=port))
+            heir = replace(heir, legacy=replace(heir.legacy, attempt=found.attempt, host=host, port=port, handed=False))
 
 
 def _await_fate(job: Job, legacy: Legacy, interrupts: Interrupts) -> AgentMark | int | None:
@@ -191,7 +194,7 @@ class _Watch:
         return mark, Sign(
             attempt=mark.attempt,
             exit=mark.exit,
-            ended=mark.liveness() == "gone" or (host != "" and nobody_listens(host, port)),
+            ended=self._legacy.handed or mark.liveness() == "gone" or (host != "" and nobody_listens(host, port)),
             silent=time.monotonic() - self._seen,
             waited=self.waited,
         )
@@ -206,9 +209,10 @@ def _lead(job: Job, heir: Heir, interrupts: Interrupts, began: float) -> tuple[J
     legacy, attempt = heir.legacy, heir.legacy.attempt + 1
     try:
         store = host_store(legacy.here)
-        Address(host=legacy.here, port=store.port, secret=job.secret, attempt=attempt).write(job.run.path)
-    except (PlaceError, OSError) as error:
+    except PlaceError as error:
         raise RunFailedError(f"this host was to lead, and cannot: {error}") from error
+    if why := job.tenure.say_where(legacy.here, store.port, job.secret):
+        raise RunFailedError(f"this host was to lead, and cannot: {why}")
     board = _board(store, attempt)
     words = {legacy.node: heir.word} | _gather(board, legacy, interrupts)
     try:

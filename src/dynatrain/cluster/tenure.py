@@ -60,6 +60,21 @@ class Tenure:
         Inbox(self._run.requests).turn_down(_BY_NUMBER, told)
         return True
 
+    def say_where(self, host: str, port: int, secret: str) -> str:
+        """Write down where agents of other machines may come; why that cannot be, or empty.
+
+        Args:
+            host: where the run's store listens.
+            port: its port.
+            secret: what proves that somebody belongs to the run.
+        """
+        attempt = self._mark.attempt if self._mark is not None else 0
+        try:
+            Address(host=host, port=port, secret=secret, attempt=attempt).write(self._run.path)
+        except OSError as error:
+            return f"{self._run.path} cannot be written ({error.strerror})"
+        return ""
+
     def drop(self) -> None:
         """Lead no more; whoever has taken the run over says how it ends."""
         if self._lease is not None:
