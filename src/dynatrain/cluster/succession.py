@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -207,10 +208,7 @@ def _lead(job: Job, heir: Heir, interrupts: Interrupts, began: float) -> tuple[J
         RunFailedError: no ranks can go on.
     """
     legacy, attempt = heir.legacy, heir.legacy.attempt + 1
-    try:
-        store = host_store(legacy.here)
-    except PlaceError as error:
-        raise RunFailedError(f"this host was to lead, and cannot: {error}") from error
+    store = _store_at(legacy)
     if why := job.tenure.say_where(legacy.here, store.port, job.secret):
         raise RunFailedError(f"this host was to lead, and cannot: {why}")
     board = _board(store, attempt)
@@ -237,6 +235,20 @@ def _lead(job: Job, heir: Heir, interrupts: Interrupts, began: float) -> tuple[J
             seconds=round(time.monotonic() - began, 3),
         )
     return _met(job, heir, store, attempt, seating, words)
+
+
+def _store_at(legacy: Legacy) -> TCPStore:
+    """A store at the port of the one before, which a firewall lets through; at another where that is taken here.
+
+    Raises:
+        RunFailedError: nobody can listen here.
+    """
+    with suppress(PlaceError):
+        return host_store(legacy.here, legacy.port)
+    try:
+        return host_store(legacy.here)
+    except PlaceError as error:
+        raise RunFailedError(f"this host was to lead, and cannot: {error}") from error
 
 
 def _gather(board: Board, legacy: Legacy, interrupts: Interrupts) -> dict[int, dict[str, Any]]:
