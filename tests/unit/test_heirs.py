@@ -75,6 +75,7 @@ def run(tmp_path) -> RunFolder:
     """A run whose agent was killed."""
     run = RunFolder.create(tmp_path / "run", config="", environment={})
     replace(AgentMark.mine(ATTEMPT), started=1).write(run.path)
+    Address(host="127.0.0.1", port=1, secret="s", attempt=ATTEMPT).write(run.path)  # noqa: S106 - nobody listens there
     return run
 
 
@@ -147,10 +148,12 @@ def heir(run: RunFolder, node: int, nodes=(1, 2), slots=(0,), **about) -> tuple[
     return job, heir_of(job, meeting, **told)
 
 
-def go_on(*heirs: tuple[Job, Heir]) -> list:
-    """What comes of each, all at once: an error, an exit code, or job and meeting."""
+def go_on(*heirs: tuple[Job, Heir], late: float = 0.0) -> list:
+    """What comes of each, all at once, the last ``late`` seconds later: an error, an exit code, or job and meeting."""
 
     def one(found):
+        if found is heirs[-1]:
+            time.sleep(late)
         try:
             return succeed(*found, Interrupts())
         except RunFailedError as error:
@@ -162,7 +165,7 @@ def go_on(*heirs: tuple[Job, Heir]) -> list:
 
 def test_the_lowest_node_leads_and_seats_all_that_come_in_the_next_attempt(run) -> None:
     heirs = [heir(run, 2), heir(run, 1)]
-    found = go_on(*heirs)
+    found = go_on(*heirs, late=0.4)
     places = [job.place for job, _ in found]
     assert [(place.node, place.nodes, place.hosts_store) for place in places] == [(1, 2, False), (0, 2, True)]
     assert {(job.attempt, job.layout, job.world_size) for job, _ in found} == {(ATTEMPT + 1, "dp2", 2)}
