@@ -132,12 +132,13 @@ class Agent:
             self._log.write("deposed", reason=lost)
             self._job.announce(f"This agent was taken for dead, and ends with its ranks: {lost}.")
             return FAILED
-        lost = "" if self._stop_code else self._bond.lost()  # one that stops ends with it
-        if lost and (
-            (self._leaving and self._peers.handed_over) or (self._vitals.ended_well and not self._vitals.code())
-        ):
+        lost = self._bond.lost()
+        if lost and self._leaving and self._peers.handed_over:
             return 0
-        if lost and self._abandon(lost):
+        code = self._vitals.code()
+        if lost and self._vitals.ended_well and (not code or self._stop_code or self._bond.is_over):
+            return code  # the agent that leads has been faster
+        if lost and not self._stop_code and self._abandon(lost):
             return None
         self._fail(reason)
         return FAILED
