@@ -41,6 +41,11 @@ def test_every_method_is_measured_and_checked(tmp_path):
         assert row["runs"] == (2 if row["method"] == "dynatrain" else 1)
         assert row["stall_seconds"] >= row["seconds"] > 0
         assert row["ratio"] > 0
+        assert row["digest_floor_seconds"] > 0
+        if row["method"] == "dynatrain":
+            assert 0 < row["digest_seconds"] < row["seconds"]
+        else:
+            assert row["digest_seconds"] is None
         assert row["bytes"] > 0
         if row["mode"] == "tight":
             assert 0 < row["counted_bytes"] <= row["allowed_bytes"]

@@ -158,7 +158,7 @@ class EarlyExchange(exchange.Exchange):
     """Puts what arrives where it belongs before it has waited for it."""
 
     def _land(self, flight, deadline):
-        super()._land(exchange._Flight(_Waited(), flight.receives, []), deadline)
+        super()._land(exchange.Flight(_Waited(), flight.receives, []), deadline)
         flight.pending.wait(deadline)
 
 
@@ -173,7 +173,7 @@ class EagerExchange(exchange.Exchange):
     def _launch(self, wave, *given):
         flight = super()._launch(wave, *given)
         self._free += flight.staged
-        return exchange._Flight(flight.pending, flight.receives, [])
+        return exchange.Flight(flight.pending, flight.receives, [])
 
 
 @pytest.mark.parametrize("wrong", [EarlyExchange, EagerExchange])

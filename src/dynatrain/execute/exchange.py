@@ -1,22 +1,36 @@
 """One round on the wire: pieces to messages to pieces, with a checksum per move at both ends.
 
-Where the transport goes from place to place, so does each item. Else a part that is alone in its frame and contiguous
-where it lies travels straight from or into its piece, and all others go through staging buffers. The sender hashes what
-it hands to the transport, the receiver what lies in the target piece afterwards.
+Where the transport goes from place to place, so does each item; one that lies in short rows is packed first, as far as
+there is room, because a kernel that reads another process looks every row up by itself. Else a part that is alone in
+its frame and contiguous where it lies travels straight from or into its piece, and all others go through staging
+buffers. The sender hashes what it hands to the transport, the receiver what lies in the target piece afterwards. Where
+items go from place to place, both ends hash as the items arrive: what was just read and written is still in the caches.
 """
 
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-import xxhash
 
-from dynatrain.execute.pages import memory_of, touch
+from dynatrain.execute import wire
+from dynatrain.execute.pages import touch
+from dynatrain.execute.parcels import (
+    Direct,
+    Flight,
+    Parcel,
+    Slot,
+    Stream,
+    Sums,
+    Told,
+    as_bytes,
+    as_rows,
+    run_bytes,
+    sums_of,
+    view_of,
+)
 from dynatrain.execute.pieces import Piece, Pieces, Pool
-from dynatrain.execute.transport import Message, Pending, Transport
+from dynatrain.execute.transport import Message, Transport
 from dynatrain.execute.wire import DEPTH, FAN, Bundle, Item, Route, Wave, room, routes
 from dynatrain.plan.plan import Granule, RankPlan
 from dynatrain.space.box import Box, intersect, tiles, whole, within
@@ -42,11 +56,14 @@ class CorruptMove(RuntimeError):  # noqa: N818 - says what happened
 SCRATCH_BYTES = 1 << 18
 """What strided bytes are copied to a little at a time, to be hashed: it stays in the cache."""
 
+PACKED_ROW_BYTES = 1 << 14
+"""Rows shorter than this are packed before another process reads them."""
+
 
 def staging_bound(routes: Sequence[Route]) -> int:
     """Most bytes of staging memory that carrying ``routes`` out can take on their rank: at most ``STAGING_BYTES``."""
     most = 2 * DEPTH * FAN if any(route.waves for route in routes) else 1
-    return most * _longest(routes)
+    return most * _longest(routes) + _packed(routes)
 
 
 class Exchange:
@@ -66,6 +83,7 @@ class Exchange:
         pool: counts the memory.
         routes: of all rounds.
         ledger: payload bytes by (source rank, destination rank).
+        hash_seconds: spent on checksums so far, both ends of this rank's moves.
     """
 
     def __init__(self, *, plan: RankPlan, catalogue: Catalogue, transport: Transport, pool: Pool) -> None:
@@ -76,8 +94,11 @@ class Exchange:
         self.routes = routes(plan, catalogue, transport.size, transport.direct)
         self.kept: dict[Granule, list[Piece]] = {}
         self.ledger: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self.hash_seconds = 0.0
         self._rank = plan.rank
         self._longest = _longest(self.routes)
+        self._packed = _packed(self.routes)
+        self._pack: torch.Tensor | None = None
         self._staging: list[torch.Tensor] = []
         self._free: list[torch.Tensor] = []
 
@@ -85,10 +106,12 @@ class Exchange:
         """Allocate the staging memory now, so that none of it is touched first inside the stall; returns its bytes."""
         together = max((max(_together(route.waves), bool(route.direct)) for route in self.routes), default=0)
         buffers = [self._buffer() for _ in range(together)]
-        for buffer in buffers:
-            touch(buffer)
         self._free += buffers
-        return sum(buffer.nbytes for buffer in buffers)
+        if self._packed:
+            self._room()
+        for buffer in self._staging:
+            touch(buffer)
+        return sum(buffer.nbytes for buffer in self._staging)
 
     def round(self, route: Route, old: Pieces, new: Pieces, deadline: float, posted: Callable[[], None]) -> None:
         """Fill this rank's new pieces of one round and serve the others theirs.
@@ -104,10 +127,9 @@ class Exchange:
             TransportError: a peer is gone or late. Buffers may be in use until the transport is closed.
             CorruptMove: checksums of a move differ.
         """
-        sums = _Sums(route)
+        sums = Sums(route)
         near = self._launch_direct(route, sums, old, new)
-        self._hash(near.sends)  # only now: others read it meanwhile
-        flying: deque[_Flight] = deque()
+        flying: deque[Flight] = deque()
         for wave in route.waves:
             if len(flying) == DEPTH:
                 self._land(flying.popleft(), deadline)
@@ -116,37 +138,53 @@ class Exchange:
                 posted()
         if not route.waves:
             posted()
-        told, arrival = self._tell(sums)
         self._relay(route.relays, old, new)
         while flying:
             self._land(flying.popleft(), deadline)
-        self._land_direct(near, deadline)
-        arrival.wait(max(0.0, deadline - time.monotonic()))
-        self._compare(sums, told)
+        told = self._land_direct(near, deadline, lambda: self._tell(sums))
+        told.pending.wait(max(0.0, deadline - time.monotonic()))
+        self._compare(sums, told.sums)
 
     def release(self) -> None:
         """Give the staging memory back. Only when no transfer uses it: all done, or the transport closed."""
         self._free.clear()
+        self._pack = None
         while self._staging:
             self.pool.drop(self._staging.pop())
 
-    def _launch_direct(self, route: Route, sums: "_Sums", old: Pieces, new: Pieces) -> "_Direct":
+    def _launch_direct(self, route: Route, sums: Sums, old: Pieces, new: Pieces) -> Direct:
         """Post all items of the peers to whom the transport goes from place to place."""
         sends, receives = (
             [
-                _Parcel(Message(peer, view), (_Slot(stream, view, None),))
+                Parcel(Message(peer, view), (Slot(stream, view, None),))
                 for peer in route.direct
                 for stream in streams_of.get(peer, ())
-                for view in [_rows(_view(self._piece(pieces, stream.item.granule, stream.item.box), stream.item.box))]
+                for item in [stream.item]
+                for view in [as_rows(view_of(self._piece(pieces, item.granule, item.box), item.box))]
             ]
             for streams_of, pieces in ((sums.sent, old), (sums.received, new))
         )
         for parcel in sends:
             self.ledger[self._rank, parcel.message.peer] += parcel.message.tensor.nbytes
-        pending = self.transport.post([parcel.message for parcel in sends], [parcel.message for parcel in receives])
-        return _Direct(pending, sends, receives)
+        packed = self._pack_rows(sends)
+        pending = self.transport.post([parcel.message for parcel in packed], [parcel.message for parcel in receives])
+        return Direct(pending, [parcel for parcel in packed if parcel.slots], receives)
 
-    def _launch(self, wave: Wave, sums: "_Sums", old: Pieces, new: Pieces) -> "_Flight":
+    def _pack_rows(self, sends: Sequence[Parcel]) -> list[Parcel]:
+        """Copies of what lies in short rows, in the place of it, as far as there is room; they are hashed at once."""
+        found, start = [], 0
+        for parcel in sends:
+            view, stop = parcel.message.tensor, start + parcel.message.tensor.nbytes
+            if run_bytes(view) >= PACKED_ROW_BYTES or stop > self._packed:
+                found.append(parcel)
+                continue
+            copy = self._room()[start:stop].view(view.shape).copy_(view)
+            self._update(parcel.slots[0].stream, copy)
+            found.append(Parcel(Message(parcel.message.peer, copy), ()))
+            start = stop
+        return found
+
+    def _launch(self, wave: Wave, sums: Sums, old: Pieces, new: Pieces) -> Flight:
         """Pack and post one wave."""
         staged: list[torch.Tensor] = []
         receives = [parcel for bundle in wave.receives for parcel in self._parcels(bundle, sums.received, new, staged)]
@@ -155,12 +193,12 @@ class Exchange:
             for slot in parcel.slots:
                 if slot.inside is not None:
                     slot.inside.copy_(slot.view)
-                slot.stream.update(slot.view if slot.inside is None else slot.inside)
+                self._update(slot.stream, slot.view if slot.inside is None else slot.inside)
             self.ledger[self._rank, parcel.message.peer] += parcel.message.tensor.nbytes
         pending = self.transport.post([parcel.message for parcel in sends], [parcel.message for parcel in receives])
-        return _Flight(pending, receives, staged)
+        return Flight(pending, receives, staged)
 
-    def _land(self, flight: "_Flight", deadline: float) -> None:
+    def _land(self, flight: Flight, deadline: float) -> None:
         """Wait for one wave and put what arrived where it belongs."""
         flight.pending.wait(max(0.0, deadline - time.monotonic()))
         for parcel in flight.receives:
@@ -168,23 +206,43 @@ class Exchange:
                 if slot.inside is not None:
                     slot.view.copy_(slot.inside)
                 if slot.inside is None or slot.view.is_contiguous():
-                    slot.stream.update(slot.view)
+                    self._update(slot.stream, slot.view)
                 else:
-                    slot.stream.update(slot.inside.copy_(slot.view))
+                    self._update(slot.stream, slot.inside.copy_(slot.view))
             self.ledger[parcel.message.peer, self._rank] += parcel.message.tensor.nbytes
         self._free += flight.staged
 
-    def _land_direct(self, flight: "_Direct", deadline: float) -> None:
-        """Wait until everything was read, by this rank and of it."""
-        flight.pending.wait(max(0.0, deadline - time.monotonic()))
-        self._hash(flight.receives)
-        for parcel in flight.receives:
-            self.ledger[parcel.message.peer, self._rank] += parcel.message.tensor.nbytes
+    def _land_direct(self, flight: Direct, deadline: float, tell: Callable[[], Told]) -> Told:
+        """Wait until everything was read, by this rank and of it.
 
-    def _hash(self, parcels: "Sequence[_Parcel]") -> None:
+        Every item is hashed as it arrives, and with it as large a share of what is sent: its readers are likely to be
+        as far. When all is hashed, and before the others are waited for, they are told.
+        """
+        arrived = {id(parcel.message): parcel for parcel in flight.receives}
+        sends, told = deque(flight.sends), list[Told]()
+        stay = iter(range(len(arrived) - 1, -1, -1))
+
+        def on_arrival(message: Message) -> None:
+            parcel = arrived[id(message)]
+            self.ledger[message.peer, self._rank] += message.tensor.nbytes
+            self._hash([parcel])
+            left = next(stay)
+            due = len(sends) - len(flight.sends) * left // len(arrived)
+            self._hash([sends.popleft() for _ in range(due)])
+            if not left:
+                told.append(tell())
+
+        if not arrived:
+            self._hash(flight.sends)
+            told.append(tell())
+        flight.pending.wait(max(0.0, deadline - time.monotonic()), on_arrival)
+        return told[0]
+
+    def _hash(self, parcels: Sequence[Parcel]) -> None:
         """Hash bytes where they lie; strided ones a little at a time through a buffer that stays in the cache."""
         if not parcels:
             return
+        began = time.perf_counter()
         buffer = self._buffer()
         for view, stream in ((slot.view, slot.stream) for parcel in parcels for slot in parcel.slots):
             box = whole(tuple(view.shape))
@@ -192,21 +250,27 @@ class Exchange:
                 part = view[within(tile, box)]
                 stream.update(part if part.is_contiguous() else buffer[: part.numel()].view(part.shape).copy_(part))
         self._free.append(buffer)
+        self.hash_seconds += time.perf_counter() - began
+
+    def _update(self, stream: Stream, data: torch.Tensor) -> None:
+        began = time.perf_counter()
+        stream.update(data)
+        self.hash_seconds += time.perf_counter() - began
 
     def _parcels(
-        self, bundle: Bundle, streams_of: "Mapping[int, Sequence[_Stream]]", pieces: Pieces, staged: list[torch.Tensor]
-    ) -> "Iterator[_Parcel]":
+        self, bundle: Bundle, streams_of: Mapping[int, Sequence[Stream]], pieces: Pieces, staged: list[torch.Tensor]
+    ) -> Iterator[Parcel]:
         """Messages over the memory that their bytes come from or go to; a staging buffer that they need is added."""
         streams, buffer, start = streams_of[bundle.peer], None, 0
         for frame in bundle.frames:
             items = [streams[part.item].item for part in frame.parts]
             views = [
-                _view(self._piece(pieces, item.granule, part.box), part.box)
+                view_of(self._piece(pieces, item.granule, part.box), part.box)
                 for item, part in zip(items, frame.parts, strict=True)
             ]
             if len(views) == 1 and views[0].is_contiguous():
-                slots = (_Slot(streams[frame.parts[0].item], views[0], None),)
-                yield _Parcel(Message(bundle.peer, _bytes(views[0])), slots)
+                slots = (Slot(streams[frame.parts[0].item], views[0], None),)
+                yield Parcel(Message(bundle.peer, as_bytes(views[0])), slots)
                 continue
             if buffer is None:
                 buffer = self._buffer()
@@ -214,10 +278,10 @@ class Exchange:
             data = buffer[start : start + frame.nbytes]
             start += room(frame)
             slots = tuple(
-                _Slot(streams[part.item], view, data[part.start : part.stop].view(view.dtype).view(view.shape))
+                Slot(streams[part.item], view, data[part.start : part.stop].view(view.dtype).view(view.shape))
                 for part, view in zip(frame.parts, views, strict=True)
             )
-            yield _Parcel(Message(bundle.peer, data), slots)
+            yield Parcel(Message(bundle.peer, data), slots)
 
     def _piece(self, pieces: Pieces, granule: Granule, box: Box) -> Piece:
         """The piece that has ``box``."""
@@ -225,6 +289,13 @@ class Exchange:
         if granule not in self.kept or (own is not None and intersect(own.box, box) == box):
             return pieces[granule]
         return next(piece for piece in self.kept[granule] if intersect(piece.box, box) == box)
+
+    def _room(self) -> torch.Tensor:
+        """The memory that short rows are packed in, of one round at a time."""
+        if self._pack is None:
+            self._pack = self.pool.allocate((self._packed,), torch.uint8)
+            self._staging.append(self._pack)
+        return self._pack
 
     def _buffer(self) -> torch.Tensor:
         if self._free:
@@ -239,18 +310,18 @@ class Exchange:
             target.tensor[within(item.box, target.box)] = source.tensor[within(item.box, source.box)]
             self.ledger[self._rank, self._rank] += item.nbytes
 
-    def _tell(self, sums: "_Sums") -> tuple[dict[int, torch.Tensor], Pending]:
+    def _tell(self, sums: Sums) -> Told:
         """Post the checksums, one message per peer: everything was packed, so the sender's are known."""
         device = self.pool.device
         told = {
             peer: torch.empty(len(streams), dtype=torch.int64, device=device) for peer, streams in sums.received.items()
         }
-        sends = [Message(peer, _sums_of(streams).to(device)) for peer, streams in sums.sent.items()]
-        return told, self.transport.post(sends, [Message(peer, there) for peer, there in told.items()])
+        sends = [Message(peer, sums_of(streams).to(device)) for peer, streams in sums.sent.items()]
+        return Told(told, self.transport.post(sends, [Message(peer, there) for peer, there in told.items()]))
 
-    def _compare(self, sums: "_Sums", told: dict[int, torch.Tensor]) -> None:
+    def _compare(self, sums: Sums, told: dict[int, torch.Tensor]) -> None:
         for peer, streams in sums.received.items():
-            differ = (told[peer].cpu() != _sums_of(streams)).nonzero()
+            differ = (told[peer].cpu() != sums_of(streams)).nonzero()
             if len(differ):
                 item = streams[int(differ[0])].item
                 tensor, state = self.catalogue[item.granule[0]], item.granule[1]
@@ -259,86 +330,21 @@ class Exchange:
                 )
 
 
-@dataclass(slots=True)
-class _Stream:
-    """The running checksum of one item, over its parts in wire order."""
-
-    item: Item
-    hash: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
-
-    def update(self, data: torch.Tensor) -> None:
-        on_host = data.cpu()
-        self.hash.update(memory_of(on_host))
-
-
-class _Sums:
-    """Checksums of one round, by peer."""
-
-    def __init__(self, route: Route) -> None:
-        self.sent = {peer: [_Stream(item) for item in items] for peer, items in route.sends.items()}
-        self.received = {peer: [_Stream(item) for item in items] for peer, items in route.receives.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """One part: its place in its piece, and in the staging buffer where it goes through one."""
-
-    stream: _Stream
-    view: torch.Tensor
-    inside: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """One message and what is in it."""
-
-    message: Message
-    slots: tuple[_Slot, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Direct:
-    """What was posted to go from place to place in one round."""
-
-    pending: Pending
-    sends: list[_Parcel]
-    receives: list[_Parcel]
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A posted wave."""
-
-    pending: Pending
-    receives: list[_Parcel]
-    staged: list[torch.Tensor]
-
-
 def _longest(routes: Sequence[Route]) -> int:
     waves = [wave for route in routes for wave in route.waves]
     least = SCRATCH_BYTES if any(route.direct for route in routes) else 0
     return max((bundle.nbytes for wave in waves for bundle in (*wave.sends, *wave.receives)), default=least)
 
 
+def _packed(routes: Sequence[Route]) -> int:
+    """Bytes for short rows of one round: at most what staging has beside :data:`SCRATCH_BYTES`; none beside waves."""
+    if any(route.waves for route in routes):
+        return 0
+    most = max((sum(item.nbytes for items in route.sends.values() for item in items) for route in routes), default=0)
+    return min(most, max(0, 2 * DEPTH * FAN * wire.BUNDLE_BYTES - SCRATCH_BYTES))
+
+
 def _together(waves: Sequence[Wave]) -> int:
     """Most bundles that are under way at once: those of :data:`DEPTH` consecutive waves."""
     bundles = [len(wave.sends) + len(wave.receives) for wave in waves]
     return max((sum(bundles[first : first + DEPTH]) for first in range(len(bundles))), default=0)
-
-
-def _view(piece: Piece, box: Box) -> torch.Tensor:
-    return piece.tensor if box == piece.box else piece.tensor[within(box, piece.box)]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor whose rows are contiguous, in its shape."""
-    return (tensor if tensor.dim() else tensor.reshape(1)).view(torch.uint8)
-
-
-def _sums_of(streams: Sequence[_Stream]) -> torch.Tensor:
-    return torch.from_numpy(np.array([stream.hash.intdigest() for stream in streams], dtype=np.uint64).view(np.int64))

@@ -4,6 +4,7 @@ import threading
 
 import torch
 
+from dynatrain.cluster.kernel import step_aside
 from dynatrain.execute.pieces import Pieces
 from dynatrain.train.agreement import Objection, objection_of
 from dynatrain.train.channel import Channel
@@ -63,6 +64,9 @@ class Check:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        # A rank that is a little behind still answers the last question of the move, and would wait for the digests of
+        # the others on its processor.
+        step_aside()
         try:
             with self._channel.timed("check"):
                 after = self._digest_after()
