@@ -142,6 +142,32 @@ def test_every_element_arrives_at_its_place_where_nothing_is_staged_on_a_machine
             assert rank.executor.ledger == planned_bytes(rank.plan)
 
 
+@pytest.mark.parametrize("room", ["none", "some", "enough"])
+def test_short_rows_are_packed_as_far_as_there_is_room_before_another_process_reads_them(monkeypatch, room):
+    monkeypatch.setattr(exchange, "SCRATCH_BYTES", 64)
+    monkeypatch.setattr(wire, "BUNDLE_BYTES", {"none": 5, "some": 24, "enough": 1 << 14}[room])
+    sent = []
+
+    class Watching(LocalTransport):
+        def post(self, sends, receives):
+            sent.extend(message.tensor for message in sends if message.tensor.dtype == torch.uint8)  # no checksums
+            return super().post(sends, receives)
+
+    old, new, hub = owns(JOB, "fsdp4"), owns(JOB, "fsdp2.tp2"), Hub(4)
+    watched = [Watching(hub, rank, direct=lambda _peer: True) for rank in range(4)]
+    ranks, results = switch(old, new, "keep", watched)
+    assert results == [None] * 4
+    for rank in ranks:
+        assert rank.misplaced(new, rank.executor.new) == []
+        assert rank.executor.ledger == planned_bytes(rank.plan)
+        bound = exchange.staging_bound(wire.routes(rank.plan, JOB, 4, lambda _peer: True))
+        assert rank.pool.peak <= simulated_peak(rank, "keep") + bound
+    as_it_lies = {piece.storage.data_ptr() for rank in ranks for piece in rank.old.values() if piece.nbytes}
+    packed = any(tensor.untyped_storage().data_ptr() not in as_it_lies for tensor in sent)
+    strided = any(not tensor.is_contiguous() for tensor in sent)
+    assert (packed, strided) == {"none": (False, True), "some": (True, True), "enough": (True, False)}[room]
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("mode", ["keep", "tight"])
 def test_a_transport_that_delivers_as_late_as_it_may_changes_nothing(mode, seed):

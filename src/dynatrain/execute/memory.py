@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dynatrain.execute.attach import Spans, let_others_read, machine, read
-from dynatrain.execute.transport import Arrived, GroupTransport, Message, Pending, Transport, TransportError
+from dynatrain.execute.transport import Arrived, GroupTransport, Message, Pending, Transport, TransportError, untold
 
 MEETING_SECONDS = 30.0
 """How long ranks whose group has just been made wait for each other."""
@@ -141,7 +141,7 @@ class _Reads:
         self._taken, self._asked, self._waits, self._rest = taken, asked, waits, rest
         self._given = given  # the tensors must live until they were read
 
-    def wait(self, timeout_seconds: float, arrived: Arrived | None = None) -> None:
+    def wait(self, timeout_seconds: float, arrived: Arrived = untold) -> None:
         deadline = time.monotonic() + timeout_seconds
         for peer, messages in self._taken.items():
             self._waits[peer].wait(_left(deadline))
@@ -151,7 +151,7 @@ class _Reads:
         self._rest.wait(_left(deadline), arrived)
         self._wire.post(done, seen).wait(_left(deadline))
 
-    def _read(self, peer: int, messages: Sequence[Message], deadline: float, arrived: Arrived | None) -> None:
+    def _read(self, peer: int, messages: Sequence[Message], deadline: float, arrived: Arrived) -> None:
         places = self._asked[peer].tolist()
         for message in messages:
             address, *strides = places[: 1 + message.tensor.dim()]
@@ -163,8 +163,7 @@ class _Reads:
                 raise TransportError([peer], "reading its memory was not done in time") from error
             except OSError as error:
                 raise TransportError([peer], f"its memory could not be read: {error.strerror}") from error
-            if arrived is not None:
-                arrived(message)
+            arrived(message)
 
 
 def _by_peer(messages: Iterable[Message], near: Mapping[int, int]) -> dict[int, list[Message]]:

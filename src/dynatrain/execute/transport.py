@@ -43,6 +43,10 @@ Arrived = Callable[[Message], None]
 """Told of a received message that is whole, while its bytes are likely to be in the cache."""
 
 
+def untold(_message: Message) -> None:
+    """Nobody wants to know what has arrived."""
+
+
 class TransportError(RuntimeError):
     """Transfers failed or ran out of time.
 
@@ -60,7 +64,7 @@ class TransportError(RuntimeError):
 class Pending(Protocol):
     """Posted transfers."""
 
-    def wait(self, timeout_seconds: float, arrived: Arrived | None = None) -> None:
+    def wait(self, timeout_seconds: float, arrived: Arrived = untold) -> None:
         """Return when every posted transfer is done. Call it once.
 
         Args:
@@ -184,7 +188,7 @@ class _Works:
         self._arriving = arriving
         self._receives = receives
 
-    def wait(self, timeout_seconds: float, arrived: Arrived | None = None) -> None:
+    def wait(self, timeout_seconds: float, arrived: Arrived = untold) -> None:
         deadline = time.monotonic() + timeout_seconds
         for place, (peer, work) in enumerate(self._works):
             try:
@@ -195,7 +199,7 @@ class _Works:
                 self._arriving.difference_update(one for _, one in self._works)
                 raise TransportError([peer, *(at for at, one in rest if one not in done)], _reason(error)) from error
             self._arriving.discard(work)
-            if arrived is not None and place < len(self._receives):
+            if place < len(self._receives):
                 arrived(self._receives[place])
 
 
@@ -207,7 +211,7 @@ class _Batch:
         self._peers = peers
         self._receives = receives
 
-    def wait(self, timeout_seconds: float, arrived: Arrived | None = None) -> None:
+    def wait(self, timeout_seconds: float, arrived: Arrived = untold) -> None:
         deadline = time.monotonic() + timeout_seconds
         for work in self._works:
             while not work.is_completed():
@@ -218,7 +222,7 @@ class _Batch:
                 work.wait()
             except RuntimeError as error:
                 raise TransportError(self._peers, _reason(error)) from error
-        for message in self._receives if arrived is not None else ():
+        for message in self._receives:
             arrived(message)
 
 
