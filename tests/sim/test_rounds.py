@@ -293,6 +293,54 @@ def test_a_corrupted_byte_is_named_by_the_rank_that_received_it(victim):
         assert ranks[rank].misplaced(old, ranks[rank].old) == []
 
 
+@pytest.mark.parametrize("wrong", ["nothing", "on the way", "a source", "an adopted source"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_kept_sources_are_hashed_after_the_move_and_what_arrived_otherwise_is_named_then(wrong, direct):
+    """New modules go on to write what they have adopted, and nobody writes any other source."""
+    ends = ("tp2", "dp2.tp2") if wrong == "an adopted source" else ("fsdp4", "fsdp2.tp2")
+    old, new = (owns(JOB, text) for text in ends)
+    spoiled = []
+
+    def tamper(_src, dst, tensor):
+        if (wrong, dst) == ("on the way", 2) and not spoiled and tensor.numel() > 40:
+            spoiled.append(tensor)
+            tensor[-1] ^= 1
+
+    agree, lines = Ballot(4), local(4, tamper=tamper, direct=lambda _peer: direct)
+    ranks = [
+        Rank(JOB, old, new, plan, lines[plan.rank], agree) for plan in plans(JOB, old, new, 4, schedule(JOB, "keep"))
+    ]
+    for rank in ranks:
+        rank.executor._exchange._keeps_sources = True
+    assert everywhere(ranks, lambda rank: ranks[rank].executor.run(20)) == [None] * 4
+    sends = [move for move in ranks[1].plan.sends if volume(move.box)]
+    if wrong == "a source":
+        ranks[1].old[sends[-1].tensor, sends[-1].states[-1]].tensor.view(-1).view(torch.uint8)[:] ^= 1
+    if wrong == "an adopted source":
+        assert all((move.tensor, state) in ranks[1].plan.adopted for move in sends for state in move.states)
+        for move in sends:
+            ranks[1].old[move.tensor, move.states[-1]].tensor.zero_()
+
+    def confirm(rank):
+        try:
+            ranks[rank].executor._exchange.confirm(20)
+        except CorruptMove:
+            lines[rank].close()
+            raise
+
+    found = everywhere(ranks, confirm)
+    if wrong in {"nothing", "an adopted source"} or (
+        wrong == "a source" and not direct
+    ):  # packed and hashed on the way
+        assert found == [None] * 4
+        return
+    victim = 2 if wrong == "on the way" else sends[-1].dst
+    assert isinstance(found[victim], CorruptMove)
+    assert found[victim].dst == victim
+    assert all(one is None or isinstance(one, TransportError) for rank, one in enumerate(found) if rank != victim)
+    assert [rank.misplaced(old, rank.old) for rank in ranks if wrong == "on the way"] in ([], [[]] * 4)
+
+
 def fail(old, new, rounds, failing, event):
     """Ranks in ``tight``, one of which raised at ``event`` of round ``failing``."""
     size = num_holders(old, new)

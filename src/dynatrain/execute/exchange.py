@@ -3,8 +3,9 @@
 Where the transport goes from place to place, so does each item; one that lies in short rows is packed first, as far as
 there is room, because a kernel that reads another process looks every row up by itself. Else a part that is alone in
 its frame and contiguous where it lies travels straight from or into its piece, and all others go through staging
-buffers. The sender hashes what it hands to the transport, the receiver what lies in the target piece afterwards. Where
-items go from place to place, both ends hash as the items arrive: what was just read and written is still in the caches.
+buffers. The sender hashes what it hands to the transport, the receiver what lies in the target piece afterwards; where
+items go from place to place, each as it arrives: what was just written is still in the caches. Where nobody writes the
+sources after the move (``keep``), senders hash later what others read as it lay, and ends compare then.
 """
 
 import time
@@ -74,6 +75,8 @@ class Exchange:
         catalogue: the tensors that the plan numbers.
         transport: joins the ranks.
         pool: gives staging memory, at most :func:`staging_bound`, until :meth:`release`.
+        keeps_sources: nobody writes the old pieces, but for adopted ones, before :meth:`confirm`, which must then be
+            called by all ranks; else each round compares its checksums itself. Alike on all ranks.
 
     Attributes:
         kept: what this rank may be asked for beside its own old pieces: after a loss, pieces of its wards.
@@ -86,7 +89,9 @@ class Exchange:
         hash_seconds: spent on checksums so far, both ends of this rank's moves.
     """
 
-    def __init__(self, *, plan: RankPlan, catalogue: Catalogue, transport: Transport, pool: Pool) -> None:
+    def __init__(
+        self, *, plan: RankPlan, catalogue: Catalogue, transport: Transport, pool: Pool, keeps_sources: bool = False
+    ) -> None:
         self.plan = plan
         self.catalogue = catalogue
         self.transport = transport
@@ -96,6 +101,8 @@ class Exchange:
         self.ledger: defaultdict[tuple[int, int], int] = defaultdict(int)
         self.hash_seconds = 0.0
         self._rank = plan.rank
+        self._keeps_sources, self._adopted = keeps_sources, frozenset(plan.adopted)
+        self._open: list[tuple[Sums, list[Parcel]]] = []
         self._longest = _longest(self.routes)
         self._packed = _packed(self.routes)
         self._pack: torch.Tensor | None = None
@@ -129,6 +136,8 @@ class Exchange:
         """
         sums = Sums(route)
         near = self._launch_direct(route, sums, old, new)
+        now, later = self._when(near.sends)
+        self._hash(now)  # not before they are posted: others read them meanwhile
         flying: deque[Flight] = deque()
         for wave in route.waves:
             if len(flying) == DEPTH:
@@ -138,12 +147,36 @@ class Exchange:
                 posted()
         if not route.waves:
             posted()
+        told = None if self._keeps_sources else self._tell(sums)
         self._relay(route.relays, old, new)
         while flying:
             self._land(flying.popleft(), deadline)
-        told = self._land_direct(near, deadline, lambda: self._tell(sums))
-        told.pending.wait(max(0.0, deadline - time.monotonic()))
-        self._compare(sums, told.sums)
+        self._land_direct(near, deadline)
+        if told is None:
+            self._open.append((sums, later))
+        else:
+            self._compare(sums, told, deadline)
+
+    def confirm(self, seconds: float) -> None:
+        """Hash the sources that were kept, and compare the checksums of all rounds with the other ranks.
+
+        Allocates a little memory that the pool does not count. Nothing is left to do where no sources are kept.
+
+        Args:
+            seconds: from now to the end of the last transfer.
+
+        Raises:
+            TransportError: a peer is gone or late.
+            CorruptMove: checksums of a move differ.
+        """
+        deadline = time.monotonic() + seconds
+        buffer, told = torch.empty(SCRATCH_BYTES, dtype=torch.uint8), []
+        while self._open:
+            sums, parcels = self._open.pop(0)
+            self._hash(parcels, buffer)
+            told.append((sums, self._tell(sums)))
+        for sums, its in told:
+            self._compare(sums, its, deadline)
 
     def release(self) -> None:
         """Give the staging memory back. Only when no transfer uses it: all done, or the transport closed."""
@@ -212,44 +245,36 @@ class Exchange:
             self.ledger[parcel.message.peer, self._rank] += parcel.message.tensor.nbytes
         self._free += flight.staged
 
-    def _land_direct(self, flight: Direct, deadline: float, tell: Callable[[], Told]) -> Told:
-        """Wait until everything was read, by this rank and of it.
+    def _when(self, sends: Sequence[Parcel]) -> tuple[list[Parcel], list[Parcel]]:
+        """What has to be hashed in its round, and what may be later. New modules write what they have adopted."""
+        found: tuple[list[Parcel], list[Parcel]] = [], []
+        for parcel in sends:
+            found[self._keeps_sources and parcel.slots[0].stream.item.granule not in self._adopted].append(parcel)
+        return found
 
-        Every item is hashed as it arrives, and with it as large a share of what is sent: its readers are likely to be
-        as far. When all is hashed, and before the others are waited for, they are told.
-        """
-        arrived = {id(parcel.message): parcel for parcel in flight.receives}
-        sends, told = deque(flight.sends), list[Told]()
-        stay = iter(range(len(arrived) - 1, -1, -1))
+    def _land_direct(self, flight: Direct, deadline: float) -> None:
+        """Wait until everything was read, by this rank, which hashes each item as it arrives, and of it."""
+        arriving = {id(parcel.message): parcel for parcel in flight.receives}
 
-        def on_arrival(message: Message) -> None:
-            parcel = arrived[id(message)]
+        def arrived(message: Message) -> None:
             self.ledger[message.peer, self._rank] += message.tensor.nbytes
-            self._hash([parcel])
-            left = next(stay)
-            due = len(sends) - len(flight.sends) * left // len(arrived)
-            self._hash([sends.popleft() for _ in range(due)])
-            if not left:
-                told.append(tell())
+            self._hash([arriving[id(message)]])
 
-        if not arrived:
-            self._hash(flight.sends)
-            told.append(tell())
-        flight.pending.wait(max(0.0, deadline - time.monotonic()), on_arrival)
-        return told[0]
+        flight.pending.wait(max(0.0, deadline - time.monotonic()), arrived)
 
-    def _hash(self, parcels: Sequence[Parcel]) -> None:
-        """Hash bytes where they lie; strided ones a little at a time through a buffer that stays in the cache."""
+    def _hash(self, parcels: Sequence[Parcel], scratch: torch.Tensor | None = None) -> None:
+        """Hash bytes where they lie; strided ones a little at a time through ``scratch``, which stays in the cache."""
         if not parcels:
             return
         began = time.perf_counter()
-        buffer = self._buffer()
+        buffer = self._buffer() if scratch is None else scratch
         for view, stream in ((slot.view, slot.stream) for parcel in parcels for slot in parcel.slots):
             box = whole(tuple(view.shape))
             for tile in [box] if view.is_contiguous() else tiles(box, 1, min(SCRATCH_BYTES, len(buffer))):
                 part = view[within(tile, box)]
                 stream.update(part if part.is_contiguous() else buffer[: part.numel()].view(part.shape).copy_(part))
-        self._free.append(buffer)
+        if scratch is None:
+            self._free.append(buffer)
         self.hash_seconds += time.perf_counter() - began
 
     def _update(self, stream: Stream, data: torch.Tensor) -> None:
@@ -319,9 +344,10 @@ class Exchange:
         sends = [Message(peer, sums_of(streams).to(device)) for peer, streams in sums.sent.items()]
         return Told(told, self.transport.post(sends, [Message(peer, there) for peer, there in told.items()]))
 
-    def _compare(self, sums: Sums, told: dict[int, torch.Tensor]) -> None:
+    def _compare(self, sums: Sums, told: Told, deadline: float) -> None:
+        told.pending.wait(max(0.0, deadline - time.monotonic()))
         for peer, streams in sums.received.items():
-            differ = (told[peer].cpu() != sums_of(streams)).nonzero()
+            differ = (told.sums[peer].cpu() != sums_of(streams)).nonzero()
             if len(differ):
                 item = streams[int(differ[0])].item
                 tensor, state = self.catalogue[item.granule[0]], item.granule[1]

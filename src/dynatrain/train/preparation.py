@@ -209,7 +209,13 @@ class Preparation:
         assert self.blueprint is not None
         assert self.new is not None
         part, transport = self.blueprint.part, self._channel.transport("moves")
-        self._moves = Exchange(plan=part, catalogue=self.old.catalogue, transport=transport, pool=self.party.memory)
+        self._moves = Exchange(
+            plan=part,
+            catalogue=self.old.catalogue,
+            transport=transport,
+            pool=self.party.memory,
+            keeps_sources=not self._tight,
+        )
         for kept in self.wards.values():
             for granule, its in kept.items():
                 self._moves.kept.setdefault(granule, []).append(its)
@@ -262,7 +268,7 @@ class Preparation:
 
     @property
     def digest_seconds(self) -> float:
-        """What the checksums of the moves took on this rank so far, inside ``move``."""
+        """What the checksums of the moves took on this rank so far: in ``move``, and in ``keep`` also in ``check``."""
         return self._moves.hash_seconds if self._moves else 0.0
 
     @property
