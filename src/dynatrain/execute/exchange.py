@@ -86,7 +86,7 @@ class Exchange:
         pool: counts the memory.
         routes: of all rounds.
         ledger: payload bytes by (source rank, destination rank).
-        hash_seconds: spent on checksums so far, both ends of this rank's moves.
+        hash_seconds: spent on checksums so far, inside rounds.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class Exchange:
                 stream.update(part if part.is_contiguous() else buffer[: part.numel()].view(part.shape).copy_(part))
         if scratch is None:
             self._free.append(buffer)
-        self.hash_seconds += time.perf_counter() - began
+            self.hash_seconds += time.perf_counter() - began
 
     def _update(self, stream: Stream, data: torch.Tensor) -> None:
         began = time.perf_counter()

@@ -67,8 +67,9 @@ class Row:
         bytes: that must change ranks, whatever the method.
         floor_seconds: least seconds of the move at the rates that a probe measured before each run.
         ratio: of seconds to floor.
-        digest_seconds: of seconds, what the checksums of the moves took; None for other methods.
-        digest_floor_seconds: what checksums of ``bytes`` at both ends take, all ranks together, at a measured rate.
+        digest_seconds: of seconds, what checksums took on the slowest rank; None for other methods. In ``keep`` senders
+            take theirs after the stall.
+        digest_floor_seconds: what checksums of ``bytes`` at both ends take all ranks together, at a measured rate.
         peak_bytes: most resident bytes of a rank beyond what its process takes without state, by the kernel's count.
         link_gb_s: bytes that must change ranks, by seconds.
         counted_bytes: most bytes on a rank by the pool's count, staging included; 0 for other methods.

@@ -69,8 +69,8 @@ class Sample:
         stall_seconds: in which nothing could have been trained.
         bytes: that must change ranks in this case, whatever the method; rank 0 alone knows.
         floor_seconds: at the rates measured just before; rank 0 alone knows.
-        digest_seconds: of ``seconds``, what the checksums of the moves took on this rank; 0 for other methods.
-        digest_floor_seconds: what two checksums of ``bytes`` take all ranks together, likewise.
+        digest_seconds: of ``seconds``, what checksums took on this rank; 0 for other methods.
+        digest_floor_seconds: what two checksums of ``bytes`` take all ranks together, at a rate measured just before.
         peak_bytes: most resident memory, beyond what the process takes without state.
         counted_bytes: most bytes of pieces and staging at one time by the count of the pool; 0 for other methods.
         allowed_bytes: what ``tight`` promises: max(old, new) + budget; 0 elsewhere.

@@ -268,7 +268,7 @@ class Preparation:
 
     @property
     def digest_seconds(self) -> float:
-        """What the checksums of the moves took on this rank so far: in ``move``, and in ``keep`` also in ``check``."""
+        """What the checksums of the moves took on this rank so far, of the seconds of ``move``."""
         return self._moves.hash_seconds if self._moves else 0.0
 
     @property

@@ -19,7 +19,7 @@ MESSAGE_BYTES = (1 << 20, 4 << 20, 64 << 20)
 
 
 _STRETCH = 1 << 20
-"""Bytes that stay in the cache."""
+"""Bytes that are hashed at once, and stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
