@@ -214,7 +214,8 @@ class Preparation:
             catalogue=self.old.catalogue,
             transport=transport,
             pool=self.party.memory,
-            keeps_sources=not self._tight,
+            # On devices the checksums would travel beside the step's own collectives, which NCCL may not survive.
+            keeps_sources=not self._tight and self.party.device.type == "cpu",
         )
         for kept in self.wards.values():
             for granule, its in kept.items():
