@@ -145,7 +145,7 @@ def test_every_element_arrives_at_its_place_where_nothing_is_staged_on_a_machine
 @pytest.mark.parametrize("room", ["none", "some", "enough"])
 def test_short_rows_are_packed_as_far_as_there_is_room_before_another_process_reads_them(monkeypatch, room):
     monkeypatch.setattr(exchange, "SCRATCH_BYTES", 64)
-    monkeypatch.setattr(wire, "BUNDLE_BYTES", {"none": 5, "some": 24, "enough": 1 << 14}[room])
+    monkeypatch.setattr(wire, "BUNDLE_BYTES", {"none": 5, "some": 48, "enough": 1 << 14}[room])
     sent = []
 
     class Watching(LocalTransport):

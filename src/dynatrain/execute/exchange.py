@@ -105,7 +105,7 @@ class Exchange:
         self._open: list[tuple[Sums, list[Parcel]]] = []
         self._longest = _longest(self.routes)
         self._packed = _packed(self.routes)
-        self._pack: torch.Tensor | None = None
+        self._rooms: list[torch.Tensor] = []
         self._staging: list[torch.Tensor] = []
         self._free: list[torch.Tensor] = []
 
@@ -114,8 +114,7 @@ class Exchange:
         together = max((max(_together(route.waves), bool(route.direct)) for route in self.routes), default=0)
         buffers = [self._buffer() for _ in range(together)]
         self._free += buffers
-        if self._packed:
-            self._room()
+        self._make_rooms()
         for buffer in self._staging:
             touch(buffer)
         return sum(buffer.nbytes for buffer in self._staging)
@@ -181,7 +180,7 @@ class Exchange:
     def release(self) -> None:
         """Give the staging memory back. Only when no transfer uses it: all done, or the transport closed."""
         self._free.clear()
-        self._pack = None
+        self._rooms = []
         while self._staging:
             self.pool.drop(self._staging.pop())
 
@@ -205,16 +204,21 @@ class Exchange:
 
     def _pack_rows(self, sends: Sequence[Parcel]) -> list[Parcel]:
         """Copies of what lies in short rows, in the place of it, as far as there is room; they are hashed at once."""
-        found, start = [], 0
+        found, rooms, start = list[Parcel](), deque[torch.Tensor](), 0
+        if any(_is_short(parcel.message.tensor) for parcel in sends):
+            rooms.extend(self._make_rooms())
         for parcel in sends:
-            view, stop = parcel.message.tensor, start + parcel.message.tensor.nbytes
-            if run_bytes(view) >= PACKED_ROW_BYTES or stop > self._packed:
+            view = parcel.message.tensor
+            while rooms and _is_short(view) and start + view.nbytes > len(rooms[0]):
+                rooms.popleft()
+                start = 0
+            if not rooms or not _is_short(view):
                 found.append(parcel)
                 continue
-            copy = self._room()[start:stop].view(view.shape).copy_(view)
+            copy = rooms[0][start : start + view.nbytes].view(view.shape).copy_(view)
+            start += view.nbytes
             self._update(parcel.slots[0].stream, copy)
             found.append(Parcel(Message(parcel.message.peer, copy), ()))
-            start = stop
         return found
 
     def _launch(self, wave: Wave, sums: Sums, old: Pieces, new: Pieces) -> Flight:
@@ -315,12 +319,13 @@ class Exchange:
             return pieces[granule]
         return next(piece for piece in self.kept[granule] if intersect(piece.box, box) == box)
 
-    def _room(self) -> torch.Tensor:
-        """The memory that short rows are packed in, of one round at a time."""
-        if self._pack is None:
-            self._pack = self.pool.allocate((self._packed,), torch.uint8)
-            self._staging.append(self._pack)
-        return self._pack
+    def _make_rooms(self) -> Sequence[torch.Tensor]:
+        """The memory that short rows are packed in, of one round at a time; none is longer than a bundle."""
+        if not self._rooms:
+            sizes = [min(wire.BUNDLE_BYTES, self._packed - at) for at in range(0, self._packed, wire.BUNDLE_BYTES)]
+            self._rooms = [self.pool.allocate((size,), torch.uint8) for size in sizes]
+            self._staging += self._rooms
+        return self._rooms
 
     def _buffer(self) -> torch.Tensor:
         if self._free:
@@ -368,6 +373,11 @@ def _packed(routes: Sequence[Route]) -> int:
         return 0
     most = max((sum(item.nbytes for items in route.sends.values() for item in items) for route in routes), default=0)
     return min(most, max(0, 2 * DEPTH * FAN * wire.BUNDLE_BYTES - SCRATCH_BYTES))
+
+
+def _is_short(rows: torch.Tensor) -> bool:
+    """Whether it lies in rows that are packed before they are read, and fits into the memory for that."""
+    return rows.nbytes <= wire.BUNDLE_BYTES and run_bytes(rows) < min(PACKED_ROW_BYTES, rows.nbytes)
 
 
 def _together(waves: Sequence[Wave]) -> int:
