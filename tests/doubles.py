@@ -59,10 +59,11 @@ class _LocalPending:
     def __init__(self, transport, sent, receives):
         self.transport, self.hub, self.sent, self.receives = transport, transport.hub, sent, receives
 
-    def wait(self, timeout_seconds):
+    def wait(self, timeout_seconds, arrived=lambda _message: None):
         self.deadline = time.monotonic() + timeout_seconds
         for message, box in self.receives:
             self._receive(message, box)
+            arrived(message)
         for peer, done in self.sent:
             while not done.wait(0.01):
                 self._still_there(peer)
@@ -111,7 +112,7 @@ class _LatePending:
     def __init__(self, transport, sends, receives):
         self.transport, self.sends, self.receives = transport, sends, receives
 
-    def wait(self, timeout_seconds):
+    def wait(self, timeout_seconds, arrived=lambda _message: None):
         assert all(m.tensor.untyped_storage().nbytes() for m in (*self.sends, *self.receives) if m.tensor.numel())
         sends = [Message(m.peer, m.tensor.clone()) for m in self._shuffled(self.sends)]
         receives = self._shuffled(self.receives)
@@ -121,6 +122,7 @@ class _LatePending:
         self.transport.random.shuffle(pairs)
         for message, landed in pairs:
             message.tensor.copy_(landed.tensor)
+            arrived(message)
 
     def _shuffled(self, messages):
         """Peers in random order, the messages of each peer in theirs."""

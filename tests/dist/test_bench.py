@@ -45,6 +45,11 @@ def test_every_method_is_measured_and_checked_and_what_it_cannot_do_is_said(tmp_
             continue
         assert row["stall_seconds"] >= row["seconds"] > 0
         assert row["ratio"] > 0
+        assert row["digest_floor_seconds"] > 0
+        if row["method"] == "dynatrain":
+            assert 0 < row["digest_seconds"] < row["seconds"]
+        else:
+            assert row["digest_seconds"] is None
         assert row["bytes"] > 0
         if row["mode"] == "tight":
             assert 0 < row["counted_bytes"] <= row["allowed_bytes"]

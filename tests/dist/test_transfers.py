@@ -40,10 +40,13 @@ class SpoilingPending:
     def __init__(self, pending, spoiled):
         self.pending, self.spoiled = pending, spoiled
 
-    def wait(self, timeout_seconds):
-        self.pending.wait(timeout_seconds)
-        for message in self.spoiled:
-            message.tensor[-1] ^= 1
+    def wait(self, timeout_seconds, arrived=lambda _message: None):
+        def spoil(message):
+            if any(message is one for one in self.spoiled):
+                message.tensor[-1] ^= 1
+            arrived(message)
+
+        self.pending.wait(timeout_seconds, spoil)
 
 
 TRANSPORTS = {"gloo": GroupTransport, "memory": nearest}

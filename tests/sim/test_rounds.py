@@ -142,6 +142,32 @@ def test_every_element_arrives_at_its_place_where_nothing_is_staged_on_a_machine
             assert rank.executor.ledger == planned_bytes(rank.plan)
 
 
+@pytest.mark.parametrize("room", ["none", "some", "enough"])
+def test_short_rows_are_packed_as_far_as_there_is_room_before_another_process_reads_them(monkeypatch, room):
+    monkeypatch.setattr(exchange, "SCRATCH_BYTES", 64)
+    monkeypatch.setattr(wire, "BUNDLE_BYTES", {"none": 5, "some": 48, "enough": 1 << 14}[room])
+    sent = []
+
+    class Watching(LocalTransport):
+        def post(self, sends, receives):
+            sent.extend(message.tensor for message in sends if message.tensor.dtype == torch.uint8)  # no checksums
+            return super().post(sends, receives)
+
+    old, new, hub = owns(JOB, "fsdp4"), owns(JOB, "fsdp2.tp2"), Hub(4)
+    watched = [Watching(hub, rank, direct=lambda _peer: True) for rank in range(4)]
+    ranks, results = switch(old, new, "keep", watched)
+    assert results == [None] * 4
+    for rank in ranks:
+        assert rank.misplaced(new, rank.executor.new) == []
+        assert rank.executor.ledger == planned_bytes(rank.plan)
+        bound = exchange.staging_bound(wire.routes(rank.plan, JOB, 4, lambda _peer: True))
+        assert rank.pool.peak <= simulated_peak(rank, "keep") + bound
+    as_it_lies = {piece.storage.data_ptr() for rank in ranks for piece in rank.old.values() if piece.nbytes}
+    packed = any(tensor.untyped_storage().data_ptr() not in as_it_lies for tensor in sent)
+    strided = any(not tensor.is_contiguous() for tensor in sent)
+    assert (packed, strided) == {"none": (False, True), "some": (True, True), "enough": (True, False)}[room]
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("mode", ["keep", "tight"])
 def test_a_transport_that_delivers_as_late_as_it_may_changes_nothing(mode, seed):
@@ -158,7 +184,7 @@ class EarlyExchange(exchange.Exchange):
     """Puts what arrives where it belongs before it has waited for it."""
 
     def _land(self, flight, deadline):
-        super()._land(exchange._Flight(_Waited(), flight.receives, []), deadline)
+        super()._land(exchange.Flight(_Waited(), flight.receives, []), deadline)
         flight.pending.wait(deadline)
 
 
@@ -173,7 +199,7 @@ class EagerExchange(exchange.Exchange):
     def _launch(self, wave, *given):
         flight = super()._launch(wave, *given)
         self._free += flight.staged
-        return exchange._Flight(flight.pending, flight.receives, [])
+        return exchange.Flight(flight.pending, flight.receives, [])
 
 
 @pytest.mark.parametrize("wrong", [EarlyExchange, EagerExchange])
@@ -265,6 +291,54 @@ def test_a_corrupted_byte_is_named_by_the_rank_that_received_it(victim):
     for rank, result in enumerate(results):
         assert isinstance(result, CorruptMove if rank == victim else RoundRefused | TransportError)
         assert ranks[rank].misplaced(old, ranks[rank].old) == []
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "on the way", "a source", "an adopted source"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_kept_sources_are_hashed_after_the_move_and_what_arrived_otherwise_is_named_then(wrong, direct):
+    """New modules go on to write what they have adopted, and nobody writes any other source."""
+    ends = ("tp2", "dp2.tp2") if wrong == "an adopted source" else ("fsdp4", "fsdp2.tp2")
+    old, new = (owns(JOB, text) for text in ends)
+    spoiled = []
+
+    def tamper(_src, dst, tensor):
+        if (wrong, dst) == ("on the way", 2) and not spoiled and tensor.numel() > 40:
+            spoiled.append(tensor)
+            tensor[-1] ^= 1
+
+    agree, lines = Ballot(4), local(4, tamper=tamper, direct=lambda _peer: direct)
+    ranks = [
+        Rank(JOB, old, new, plan, lines[plan.rank], agree) for plan in plans(JOB, old, new, 4, schedule(JOB, "keep"))
+    ]
+    for rank in ranks:
+        rank.executor._exchange._keeps_sources = True
+    assert everywhere(ranks, lambda rank: ranks[rank].executor.run(20)) == [None] * 4
+    sends = [move for move in ranks[1].plan.sends if volume(move.box)]
+    if wrong == "a source":
+        ranks[1].old[sends[-1].tensor, sends[-1].states[-1]].tensor.view(-1).view(torch.uint8)[:] ^= 1
+    if wrong == "an adopted source":
+        assert all((move.tensor, state) in ranks[1].plan.adopted for move in sends for state in move.states)
+        for move in sends:
+            ranks[1].old[move.tensor, move.states[-1]].tensor.zero_()
+
+    def confirm(rank):
+        try:
+            ranks[rank].executor._exchange.confirm(20)
+        except CorruptMove:
+            lines[rank].close()
+            raise
+
+    found = everywhere(ranks, confirm)
+    if wrong in {"nothing", "an adopted source"} or (
+        wrong == "a source" and not direct
+    ):  # packed and hashed on the way
+        assert found == [None] * 4
+        return
+    victim = 2 if wrong == "on the way" else sends[-1].dst
+    assert isinstance(found[victim], CorruptMove)
+    assert found[victim].dst == victim
+    assert all(one is None or isinstance(one, TransportError) for rank, one in enumerate(found) if rank != victim)
+    assert [rank.misplaced(old, rank.old) for rank in ranks if wrong == "on the way"] in ([], [[]] * 4)
 
 
 def fail(old, new, rounds, failing, event):

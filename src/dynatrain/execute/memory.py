@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dynatrain.execute.attach import Spans, let_others_read, machine, read
-from dynatrain.execute.transport import GroupTransport, Message, Pending, Transport, TransportError
+from dynatrain.execute.transport import Arrived, GroupTransport, Message, Pending, Transport, TransportError, untold
 
 MEETING_SECONDS = 30.0
 """How long ranks whose group has just been made wait for each other."""
@@ -141,17 +141,17 @@ class _Reads:
         self._taken, self._asked, self._waits, self._rest = taken, asked, waits, rest
         self._given = given  # the tensors must live until they were read
 
-    def wait(self, timeout_seconds: float) -> None:
+    def wait(self, timeout_seconds: float, arrived: Arrived = untold) -> None:
         deadline = time.monotonic() + timeout_seconds
         for peer, messages in self._taken.items():
             self._waits[peer].wait(_left(deadline))
-            self._read(peer, messages, deadline)
+            self._read(peer, messages, deadline, arrived)
         done = [Message(peer, torch.ones(1, dtype=torch.int64)) for peer in self._taken]
         seen = [Message(peer, torch.zeros(1, dtype=torch.int64)) for peer in self._given]
-        self._rest.wait(_left(deadline))
+        self._rest.wait(_left(deadline), arrived)
         self._wire.post(done, seen).wait(_left(deadline))
 
-    def _read(self, peer: int, messages: Sequence[Message], deadline: float) -> None:
+    def _read(self, peer: int, messages: Sequence[Message], deadline: float, arrived: Arrived) -> None:
         places = self._asked[peer].tolist()
         for message in messages:
             address, *strides = places[: 1 + message.tensor.dim()]
@@ -163,6 +163,7 @@ class _Reads:
                 raise TransportError([peer], "reading its memory was not done in time") from error
             except OSError as error:
                 raise TransportError([peer], f"its memory could not be read: {error.strerror}") from error
+            arrived(message)
 
 
 def _by_peer(messages: Iterable[Message], near: Mapping[int, int]) -> dict[int, list[Message]]:

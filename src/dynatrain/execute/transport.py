@@ -1,12 +1,13 @@
 """How bytes get from rank to rank: the contract, and its fulfilment by a torch process group.
 
 Contract of every transport: between :meth:`Transport.post` and the return of :meth:`Pending.wait` neither side writes
-the posted tensors, or reads what arrives; a receive buffer holds its message only after ``wait``. Messages between one
+the posted tensors, or reads what arrives; a receive buffer holds its message only after ``wait``, or once ``wait`` has
+said that it arrived. Messages between one
 ordered pair of ranks match in the order in which they were posted. Nothing here uses a default process group.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,6 +39,14 @@ class Message:
     tensor: torch.Tensor
 
 
+Arrived = Callable[[Message], None]
+"""Told of a received message that is whole, while its bytes are likely to be in the cache."""
+
+
+def untold(_message: Message) -> None:
+    """Nobody wants to know what has arrived."""
+
+
 class TransportError(RuntimeError):
     """Transfers failed or ran out of time.
 
@@ -55,8 +64,12 @@ class TransportError(RuntimeError):
 class Pending(Protocol):
     """Posted transfers."""
 
-    def wait(self, timeout_seconds: float) -> None:
+    def wait(self, timeout_seconds: float, arrived: Arrived = untold) -> None:
         """Return when every posted transfer is done. Call it once.
+
+        Args:
+            timeout_seconds: for all together.
+            arrived: called once with each posted receive, from inside, as early as it may be read.
 
         Raises:
             TransportError: a peer is gone, or the time is over. The transport is then of no further use.
@@ -119,7 +132,7 @@ class GroupTransport:
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Start transfers; see :class:`Transport`."""
         if self._batched:
-            return _Batch(self._post_batch(sends, receives), [m.peer for m in (*receives, *sends)])
+            return _Batch(self._post_batch(sends, receives), [m.peer for m in (*receives, *sends)], receives)
         works = []
         for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
             for message in messages:
@@ -129,7 +142,7 @@ class GroupTransport:
                     raise TransportError([message.peer], _reason(error)) from error
                 if len(works) <= len(receives):
                     self._arriving.add(works[-1][1])
-        return _Works(works, self._arriving)
+        return _Works(works, self._arriving, receives)
 
     def close(self) -> None:
         """Tear the group's connections down; see :class:`Transport`. May be called again, and from any thread."""
@@ -166,13 +179,16 @@ def sever(group: dist.ProcessGroup) -> None:
 
 
 class _Works:
-    """Gloo: one work per message, waited for one by one."""
+    """Gloo: one work per message, receives first, waited for one by one."""
 
-    def __init__(self, works: list[tuple[int, dist.Work]], arriving: set[dist.Work]) -> None:
+    def __init__(
+        self, works: list[tuple[int, dist.Work]], arriving: set[dist.Work], receives: Sequence[Message]
+    ) -> None:
         self._works = works
         self._arriving = arriving
+        self._receives = receives
 
-    def wait(self, timeout_seconds: float) -> None:
+    def wait(self, timeout_seconds: float, arrived: Arrived = untold) -> None:
         deadline = time.monotonic() + timeout_seconds
         for place, (peer, work) in enumerate(self._works):
             try:
@@ -183,16 +199,19 @@ class _Works:
                 self._arriving.difference_update(one for _, one in self._works)
                 raise TransportError([peer, *(at for at, one in rest if one not in done)], _reason(error)) from error
             self._arriving.discard(work)
+            if place < len(self._receives):
+                arrived(self._receives[place])
 
 
 class _Batch:
     """NCCL: works complete on the device, so they are polled; ``wait`` alone would only order streams."""
 
-    def __init__(self, works: list[dist.Work], peers: list[int]) -> None:
+    def __init__(self, works: list[dist.Work], peers: list[int], receives: Sequence[Message]) -> None:
         self._works = works
         self._peers = peers
+        self._receives = receives
 
-    def wait(self, timeout_seconds: float) -> None:
+    def wait(self, timeout_seconds: float, arrived: Arrived = untold) -> None:
         deadline = time.monotonic() + timeout_seconds
         for work in self._works:
             while not work.is_completed():
@@ -203,6 +222,8 @@ class _Batch:
                 work.wait()
             except RuntimeError as error:
                 raise TransportError(self._peers, _reason(error)) from error
+        for message in self._receives:
+            arrived(message)
 
 
 def _finished(works: Iterable[dist.Work]) -> set[dist.Work]:

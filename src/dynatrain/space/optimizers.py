@@ -8,6 +8,7 @@ place in the tensor could not be given to other ranks.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 from dynatrain.space.tensor import Catalogue, State, Tensor
 
@@ -18,12 +19,14 @@ STEP = State("step", "float32", scalar=True)
 """Steps that the tensor has taken; torch keeps it in fp32."""
 
 
+@cache  # asked for every parameter inside the stall
 def adam(dtype: str, *, amsgrad: bool = False) -> tuple[State, ...]:
     """``torch.optim.Adam`` and ``AdamW``: two moments, with ``amsgrad`` the largest second one, and the step."""
     largest = (State("max_exp_avg_sq", dtype),) if amsgrad else ()
     return State("exp_avg", dtype), State("exp_avg_sq", dtype), *largest, STEP
 
 
+@cache
 def momentum(dtype: str) -> tuple[State, ...]:
     """``torch.optim.SGD`` with momentum, and Muon: one buffer."""
     return (State("momentum_buffer", dtype),)

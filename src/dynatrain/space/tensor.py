@@ -74,6 +74,8 @@ class State:
         """The box of the state that belongs to ``box`` of a tensor of ``shape``."""
         if self.scalar:
             return ()
+        if self.like_tensor:
+            return box
         if self.block:
             box = (*box[:-1], (0, -(-shape[-1] // self.block)))
         return tuple(ends for dim, ends in enumerate(box) if dim not in self.reduced)

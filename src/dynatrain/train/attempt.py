@@ -227,7 +227,8 @@ class Attempt(Preparation):
         self._streams = Streams.read(self.party.device)
         self._compiled = compile_seconds()
         assert self.new is not None
-        self._check = Check(self._channel, self._proved, self._saved, keeps_old=not self._tight)
+        assert self._moves is not None
+        self._check = Check(self._channel, self._moves, self._proved, self._saved, keeps_old=not self._tight)
         self._check.start(self._old_pieces, self.new)
 
     # At the first optimizer step.

@@ -67,6 +67,9 @@ class Row:
         bytes: that must change ranks, whatever the method.
         floor_seconds: least seconds of the move at the rates that a probe measured before each run.
         ratio: of seconds to floor.
+        digest_seconds: of seconds, what checksums took on the slowest rank; None for other methods. In ``keep`` senders
+            take theirs after the stall.
+        digest_floor_seconds: what checksums of ``bytes`` at both ends take all ranks together, at a measured rate.
         peak_bytes: most resident bytes of a rank beyond what its process takes without state, by the kernel's count.
         link_gb_s: bytes that must change ranks, by seconds.
         counted_bytes: most bytes on a rank by the pool's count, staging included; 0 for other methods.
@@ -87,6 +90,8 @@ class Row:
     bytes: int
     floor_seconds: float
     ratio: float | None
+    digest_seconds: float | None
+    digest_floor_seconds: float
     peak_bytes: int
     link_gb_s: float | None
     counted_bytes: int
@@ -159,6 +164,12 @@ def _row(runs: Sequence[Sequence[Sample]]) -> Row:
         bytes=first.bytes,
         floor_seconds=floor,
         ratio=statistics.median(ratios) if ratios else None,
+        digest_seconds=(
+            statistics.median(max(sample.digest_seconds for sample in together) for together in runs)
+            if first.method == "dynatrain"
+            else None
+        ),
+        digest_floor_seconds=statistics.median(together[0].digest_floor_seconds for together in runs),
         peak_bytes=int(statistics.median(max(sample.peak_bytes for sample in together) for together in runs)),
         link_gb_s=first.bytes / middle / 1e9 if middle else None,
         counted_bytes=nearest.counted_bytes,

@@ -39,7 +39,7 @@ from dynatrain.train.install import make_world
 from dynatrain.train.live import box_of, cuts_of
 from dynatrain.train.optimizer import OptimizerSettings
 from dynatrain.train.parallel import Precision
-from dynatrain.train.probe import Rates, probe
+from dynatrain.train.probe import Rates, digest_rate, probe
 from dynatrain.train.states import optimizer_states
 from dynatrain.train.switcher import Switcher
 from dynatrain.train.torch_private import local_tensor
@@ -69,6 +69,8 @@ class Sample:
         stall_seconds: in which nothing could have been trained.
         bytes: that must change ranks in this case, whatever the method; rank 0 alone knows.
         floor_seconds: at the rates measured just before; rank 0 alone knows.
+        digest_seconds: of ``seconds``, what checksums took on this rank; 0 for other methods.
+        digest_floor_seconds: what two checksums of ``bytes`` take all ranks together, at a rate measured just before.
         peak_bytes: most resident memory, beyond what the process takes without state.
         counted_bytes: most bytes of pieces and staging at one time by the count of the pool; 0 for other methods.
         allowed_bytes: what ``tight`` promises: max(old, new) + budget; 0 elsewhere.
@@ -84,6 +86,8 @@ class Sample:
     stall_seconds: float | None = None
     bytes: int = 0
     floor_seconds: float = 0.0
+    digest_seconds: float = 0.0
+    digest_floor_seconds: float = 0.0
     peak_bytes: int = 0
     counted_bytes: int = 0
     allowed_bytes: int = 0
@@ -168,6 +172,7 @@ class Bench:
             self._switch(old, "keep")
         for method in methods:
             rates = probe(self._probes, self._device, nbytes=PROBE_BYTES, repeats=2)
+            digests = digest_rate(self._probes, self._device, nbytes=PROBE_BYTES, repeats=2)
             if method.startswith("dynatrain"):
                 sample = self._dynatrain(case, *method.split("/")[1:])
                 self._switch(old, "keep")
@@ -175,7 +180,9 @@ class Bench:
                 sample = self._other(case, method)
             summary = self._summaries.get(case)
             if summary is not None:
-                sample = replace(sample, bytes=summary.moved, floor_seconds=_floor(summary, rates))
+                twice = 2 * summary.moved / digests
+                floor = _floor(summary, rates)
+                sample = replace(sample, bytes=summary.moved, floor_seconds=floor, digest_floor_seconds=twice)
             yield sample
 
     def _fill_moments(self) -> None:
@@ -212,6 +219,7 @@ class Bench:
             transport=attempt.carried_by,
             seconds=attempt.seconds["move"],
             stall_seconds=attempt.seconds["stall"],
+            digest_seconds=attempt.digest_seconds,
             peak_bytes=peak,
             counted_bytes=memory.peak,
             allowed_bytes=self._allowed(before, self._switcher.world) if mode == "tight" else 0,

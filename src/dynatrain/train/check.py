@@ -4,6 +4,8 @@ import threading
 
 import torch
 
+from dynatrain.cluster.kernel import step_aside
+from dynatrain.execute.exchange import Exchange
 from dynatrain.execute.pieces import Pieces
 from dynatrain.train.agreement import Objection, objection_of
 from dynatrain.train.channel import Channel
@@ -17,13 +19,15 @@ class Check:
 
     Args:
         channel: to the other ranks.
+        moves: has moved everything, and may have its checksums still to compare.
         proof: takes the digests.
         saved: gets the buffers' values, which the step under way overwrites.
         keeps_old: the old pieces are whole, so that an index can be named.
     """
 
-    def __init__(self, channel: Channel, proof: Proof, saved: Saved, *, keeps_old: bool) -> None:
+    def __init__(self, channel: Channel, moves: Exchange, proof: Proof, saved: Saved, *, keeps_old: bool) -> None:
         self._channel = channel
+        self._moves = moves
         self._proof = proof
         self._saved = saved
         self._keeps_old = keeps_old
@@ -63,6 +67,9 @@ class Check:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        # A rank that is a little behind still answers the last question of the move, and would wait for the digests of
+        # the others on its processor.
+        step_aside()
         try:
             with self._channel.timed("check"):
                 after = self._digest_after()
@@ -77,8 +84,10 @@ class Check:
         after = torch.empty(0)
         try:
             self._channel.at("check")
+            self._moves.confirm(self._channel.party.deadline)
             self._proof.note(self._old)
             after = self._proof.after(self._saved.under(self._new))
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             self._objection = self._objection or objection_of(problem)
+            self._moves.transport.close()  # others may wait for this rank's checksums
         return after

@@ -4,7 +4,8 @@ Hooks that ``build`` registers are made anew by every build. What was registered
 torch numbers all hooks of a process.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,9 +84,10 @@ def carry_hooks(old: Any, new: Any) -> None:
     if not carried:
         return
     targets: dict[str, Any] = {}
-    for _, bare, owner in _owners(new.parts, new.optimizer):
+    named = [(*names(), owner) for names, owner in _owners(new.parts, new.optimizer)]
+    for _, bare, owner in named:
         targets.setdefault(bare, owner)
-    targets |= {where: owner for where, _, owner in _owners(new.parts, new.optimizer)}
+    targets |= {where: owner for where, _, owner in named}
     for where, bare, hook in carried:
         getattr(targets.get(where, targets[bare]), hook.register)(hook.call, **hook.options)
 
@@ -94,18 +96,28 @@ def _users(
     parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, built: frozenset[int]
 ) -> Iterator[tuple[str, str, Hook]]:
     """Hooks registered since ``build``, without those that torch registers for itself when it first runs."""
-    for where, bare, owner in _owners(parts, optimizer):
+    for names, owner in _owners(parts, optimizer):
         for hook in hooks_of(owner):
             if hook.number not in built and not str(getattr(hook.call, "__module__", "")).startswith("torch."):
-                yield where, bare, hook
+                yield *names(), hook
 
 
-def _owners(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Any]]:
-    """``(where, the same without wrappers, module or optimizer)``."""
+def _owners(
+    parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[Callable[[], tuple[str, str]], Any]]:
+    """``(what gives its place, and the same without wrappers; module or optimizer)``."""
     for number, part in enumerate(parts):
         of_part = f" of part {number}" if len(parts) > 1 else ""
         for path, module in part.named_modules():
-            yield f"module {path}{of_part}", f"module {strip_wrappers(part, path)}{of_part}", module
+            yield partial(_place, part, path, of_part), module
     for number, one in enumerate(members(optimizer)):
         where = f"optimizer {number - 1} of several" if number else "the optimizer"
-        yield where, where, one
+        yield partial(_twice, where), one
+
+
+def _place(part: nn.Module, path: str, of_part: str) -> tuple[str, str]:
+    return f"module {path}{of_part}", f"module {strip_wrappers(part, path)}{of_part}"
+
+
+def _twice(where: str) -> tuple[str, str]:
+    return where, where

@@ -15,7 +15,7 @@ from dynatrain.plan.plan import Granule
 from dynatrain.space.box import shape_of, whole
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
-from dynatrain.train.adopt import adopt, shard_like
+from dynatrain.train.adopt import adopt_rest, shard_like, whole_storage
 from dynatrain.train.agreement import SwitchAbortedError, exchange, on_every_rank
 from dynatrain.train.equal import require_equal
 from dynatrain.train.extra_state import check_extra_states, give_extra_states
@@ -237,7 +237,7 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     Args:
         party: this rank.
         old: the world that still holds.
-        new: built on meta; mutated.
+        new: built on meta, with storage or without; mutated.
         pieces: of the new ownership, filled.
     """
     by_name: dict[str, dict[str, torch.Tensor]] = {}
@@ -248,8 +248,8 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
             state = tensor.states[number]
             shares = slot is not None and not state.scalar
             by_name.setdefault(name, {})[state.name] = _local(new.found[name], state, piece) if shares else piece.tensor
-    flats = {name: _whole_storage(by_name[name][entry.kind]) for name, entry in new.found.items()}
-    new.found = adopt(new.parts, new.found, flats, [new.optimizer])
+    flats = {name: whole_storage(by_name[name][entry.kind]) for name, entry in new.found.items()}
+    new.found = adopt_rest(new.parts, new.found, flats, [new.optimizer])
     new.forms = old.forms
     _bind_optimizer(old, new, by_name)
     new.untouched = old.untouched
@@ -265,19 +265,12 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
 def _local(entry: Entry, state: State, piece: Piece) -> torch.Tensor:
     """All of this rank's rows in the storage of a fused or padded tensor, of which ``piece`` is one state's first."""
     shape = _local_shape(entry, state)
-    return _whole_storage(piece.tensor)[: math.prod(shape)].view(shape)
+    return whole_storage(piece.tensor)[: math.prod(shape)].view(shape)
 
 
 def _local_shape(entry: Entry, state: State) -> tuple[int, ...]:
     """Shape of a state of a live tensor on this rank, rows that a padded vocabulary adds included."""
     return shape_of(state.box(whole(local_tensor(entry.value).shape), entry.value.shape))
-
-
-def _whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        storage, 0, (storage.nbytes() // tensor.itemsize,)
-    )
 
 
 def _bind_optimizer(old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> None:

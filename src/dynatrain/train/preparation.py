@@ -19,6 +19,7 @@ from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.layout.layout import Layout
 from dynatrain.plan.plan import Fetch, Granule, Loss, Schedule
 from dynatrain.space.ownership import Ownership
+from dynatrain.train.adopt import adopt_ahead
 from dynatrain.train.agreement import SwitchAbortedError, objection_of, words_of
 from dynatrain.train.blueprint import Blueprint, draw
 from dynatrain.train.channel import Channel
@@ -208,7 +209,14 @@ class Preparation:
         assert self.blueprint is not None
         assert self.new is not None
         part, transport = self.blueprint.part, self._channel.transport("moves")
-        self._moves = Exchange(plan=part, catalogue=self.old.catalogue, transport=transport, pool=self.party.memory)
+        self._moves = Exchange(
+            plan=part,
+            catalogue=self.old.catalogue,
+            transport=transport,
+            pool=self.party.memory,
+            # On devices the checksums would travel beside the step's own collectives, which NCCL may not survive.
+            keeps_sources=not self._tight and self.party.device.type == "cpu",
+        )
         for kept in self.wards.values():
             for granule, its in kept.items():
                 self._moves.kept.setdefault(granule, []).append(its)
@@ -226,6 +234,8 @@ class Preparation:
             # Only now: neighbours that were touched one by one would not share huge pages.
             for piece in self._targets.values():
                 touch(piece.tensor)
+            if self.way.after is not None and not self.way.comes:
+                adopt_ahead(self.old, self.new, self._targets, adopted)
 
     def _allocate(self, granule: Granule) -> Piece | None:
         """This rank's new piece; a newcomer's world has storage already, and is filled in place."""
@@ -256,6 +266,11 @@ class Preparation:
     def carried_by(self) -> str:
         """What carries the moves, or would have."""
         return self._moves.transport.name if self._moves else self.party.groups.backend
+
+    @property
+    def digest_seconds(self) -> float:
+        """What the checksums of the moves took on this rank so far, of the seconds of ``move``."""
+        return self._moves.hash_seconds if self._moves else 0.0
 
     @property
     def _proved(self) -> Proof:

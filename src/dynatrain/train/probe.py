@@ -12,9 +12,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 MESSAGE_BYTES = (1 << 20, 4 << 20, 64 << 20)
 """Lengths of message that are tried; which is fastest differs from machine to machine."""
+
+
+_STRETCH = 1 << 20
+"""Bytes that are hashed at once, and stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,24 @@ def probe(
         alone = best(lambda: _copy(source, target) if rank == 0 else None)
         link, wire = max(link, nbytes / alone), max(wire, copy)
     return Rates(link, wire, copy)
+
+
+def digest_rate(group: dist.ProcessGroup, device: torch.device, *, nbytes: int, repeats: int) -> float:
+    """Bytes per second that all ranks' checksums take together where the bytes are in the cache. Collective.
+
+    Args:
+        group: all ranks; used for nothing else meanwhile.
+        device: of the group's tensors.
+        nbytes: hashed by each rank each time.
+        repeats: tries, of which the best counts.
+    """
+    stretch = bytes(_STRETCH)
+
+    def hashes() -> None:
+        for _ in range(-(-nbytes // _STRETCH)):
+            xxhash.xxh3_64_intdigest(stretch)
+
+    return nbytes * group.size() / min(_together(group, device, hashes) for _ in range(repeats))
 
 
 def _together(group: dist.ProcessGroup, device: torch.device, work: Callable[[], None]) -> float:

@@ -81,7 +81,8 @@ def optimizer_states(
             elif wrong := _misshapen(param, state, value):
                 problems.append(f"state {key} of {name} {wrong}")
             else:
-                states[name][replace(state, dtype=_dtype(value))] = value
+                dtype = _dtype(value)
+                states[name][state if state.dtype == dtype else replace(state, dtype=dtype)] = value
     if problems:
         raise UnknownStateError("; ".join(problems))
     return states

@@ -252,8 +252,11 @@ _REGISTER = {
 def hooks_of(owner: nn.Module | torch.optim.Optimizer | torch.Tensor) -> list[Hook]:
     """The hooks on a module, an optimizer or a tensor, in the order in which they run."""
     found = []
+    own = vars(owner)
     for kind, register in _REGISTER.items():
-        for number, call in (getattr(owner, kind, None) or {}).items():
+        # A module looks what it has not up among its parameters and submodules, and there are hundreds of modules.
+        held = own.get(kind) if "_forward_hooks" in own else getattr(owner, kind, None)
+        for number, call in (held or {}).items():
             options = {}
             for option in ("with_kwargs", "always_call"):
                 listed = getattr(owner, f"{kind}_{option.replace('always_call', 'always_called')}", None)
@@ -296,11 +299,12 @@ def adopt_padded(module: nn.Module, flat: dict[str, torch.Tensor]) -> None:
 
     Args:
         module: freshly built, before its first forward.
-        flat: by parameter name, one-dimensional, ``padded_numels`` long; the shard is its front part.
+        flat: by name, of the parameters that are handed in; one-dimensional, ``padded_numels`` long; the shard is its
+            front part.
     """
     by_id = {id(param.sharded_param): param for param in _fsdp_params(module)}
     for name, param in module.named_parameters(remove_duplicate=False):
-        if id(param) in by_id:
+        if id(param) in by_id and name in flat:
             by_id[id(param)]._sharded_param_data = flat[name]  # noqa: SLF001
 
 

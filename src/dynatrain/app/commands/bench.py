@@ -103,7 +103,19 @@ def _pairs(layouts: tuple[Layout, ...]) -> tuple[tuple[str, str], ...]:
 
 
 def _table(rows: "tuple[Row, ...]") -> None:
-    titles = ("case", "method", "seconds", "range", "stall", "floor", "ratio", "peak per rank", "allowed", "runs")
+    titles = (
+        "case",
+        "method",
+        "seconds",
+        "range",
+        "digest",
+        "stall",
+        "floor",
+        "ratio",
+        "peak per rank",
+        "allowed",
+        "runs",
+    )
     columns(
         titles,
         [
@@ -112,6 +124,7 @@ def _table(rows: "tuple[Row, ...]") -> None:
                 f"{row.method} {row.mode} {row.transport}".rstrip(),
                 seconds(row.seconds),
                 "-" if row.seconds_range is None else "-".join(f"{value:.2f}" for value in row.seconds_range),
+                seconds(row.digest_seconds),
                 seconds(row.stall_seconds),
                 seconds(row.floor_seconds),
                 "-" if row.ratio is None else f"{row.ratio:.2f}",
