@@ -122,15 +122,15 @@ class Rank:
         }
 
 
-def life(arguments, rank, ports, end):
-    """A forked rank: obeys ``(method, arguments)`` until there is no more."""
+def life(make, arguments, rank, ports, end):
+    """A forked rank, as ``make`` makes it: obeys ``(method, arguments)`` until there is no more."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     take_realtime(RANK_PRIORITY)
     try:
         store = dist.TCPStore("127.0.0.1", ports.get(), None, is_master=False, timeout=timedelta(seconds=DEADLINE))
-        me = Rank(arguments, store, rank)
+        me = make(arguments, store, rank)
         while (told := end.recv()) is not None:
             end.send(getattr(me, told[0])(*told[1:]))
     except BaseException:
@@ -141,12 +141,12 @@ def life(arguments, rank, ports, end):
 class Crew:
     """The ranks of one job, seen from outside."""
 
-    def __init__(self, arguments):
+    def __init__(self, arguments, make=Rank):
         context = multiprocessing.get_context("fork")
         ports, ends = context.SimpleQueue(), [context.Pipe() for _ in range(arguments.ranks)]
         self.ends = [mine for mine, _ in ends]
         self.workers = [
-            context.Process(target=life, args=(arguments, rank, ports, theirs), daemon=True)
+            context.Process(target=life, args=(make, arguments, rank, ports, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(ends)
         ]
         for worker in self.workers:

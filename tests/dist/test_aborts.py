@@ -1,5 +1,6 @@
 """A switch that fails anywhere, on any rank, leaves the run as if it had not been tried."""
 
+import functools
 import gc
 import time
 from dataclasses import dataclass
@@ -136,6 +137,7 @@ def play(script, seconds, transport=nearest):
     return run(4, work, seconds=seconds)
 
 
+@functools.cache
 def reference(steps, seconds=120):
     def work(world):
         sit_down(world)
@@ -173,7 +175,8 @@ def judge(results):
     # A few are in use at any moment; whatever an abort leaves behind would add up.
     assert max(max(result[2]) for result in results) < 30
     steps = [result[1] for result in results]
-    differs = same_bits(steps, reference(len(steps[0])))
+    enough = -(-len(steps[0]) // 100) * 100  # so that one reference serves runs that differ by some steps
+    differs = same_bits(steps, [rank[: len(steps[0])] for rank in reference(enough)])
     assert differs is None, differs
 
 
@@ -188,8 +191,8 @@ def judge(results):
         pytest.param("tight", late, marks=pytest.mark.sweep),
     ],
 )
-def test_a_raise_in_any_phase_and_round_leaves_the_old_world_with_equal_bits(mode, transport):
-    script = [Case(*point, number % 4, mode) for number, point in enumerate(points((0, -1)))]
+def test_a_raise_in_any_phase_and_the_last_round_leaves_the_old_world_with_equal_bits(mode, transport):
+    script = [Case(*point, number % 4, mode) for number, point in enumerate(points((-1,)))]
     judge(play(script, 240, transport))
 
 

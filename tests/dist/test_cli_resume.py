@@ -22,7 +22,7 @@ from dynatrain.observe.requests import Request, new_id, submit
 from dynatrain.observe.run import RunFolder
 
 MAIN = str(ROOT / "tests" / "dist" / "cli_main.py")
-STEPS, BATCH, SEQUENCE, SEED = 60, 4, 32, 3
+STEPS, BATCH, SEQUENCE, SEED = 40, 4, 32, 3
 CONFIG = f"""
 layout = "fsdp2"
 steps = {STEPS}

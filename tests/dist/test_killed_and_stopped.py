@@ -185,27 +185,28 @@ def stopped(folder, prepared, mode, points):
 
 def stop_everywhere(folder, prepared, points):
     """Stop ranks at ``points[mode]`` in both modes, and hold outcomes, names and bits to what was promised."""
-    results = side_by_side(lambda mode: stopped(folder, prepared, mode, points[mode]), MODES)
+    undisturbed = new_run(folder / "undisturbed", prepared, steps=STEPS)
+    with started(undisturbed) as agent:  # beside the others, while they wait
+        results = side_by_side(lambda mode: stopped(folder, prepared, mode, points[mode]), MODES)
+        longest = max(len(steps) for _, steps in results)
+        until(lambda: len(steps_of(undisturbed)) >= longest, START + longest)
+        agent.send(signal.SIGINT)
+        assert agent.end(30)[0] == 130
     for mode, (answers, _) in zip(MODES, results, strict=True):
         for (event, number, rank, seconds), answer in zip([*points[mode], ("", 0, 0, 0)], answers, strict=True):
             where = f"{mode} {event} {number} on rank {rank} for {seconds} s: {answer}"
             assert answer.outcome == ("aborted" if seconds > DEADLINE else "done"), where
             assert seconds < DEADLINE or f"rank {rank}" in answer.message or f"ranks [{rank}]" in answer.message, where
     # Neither the aborted switches nor the committed ones changed a bit of any step.
-    undisturbed = new_run(folder / "undisturbed", prepared, steps=STEPS)
-    with started(undisturbed) as agent:
-        longest = max(len(steps) for _, steps in results)
-        until(lambda: len(steps_of(undisturbed)) >= longest, START + longest)
-        agent.send(signal.SIGINT)
-        assert agent.end(30)[0] == 130
     expected = steps_of(undisturbed)
     for _, steps in results:
         assert {step: expected[step] for step in steps} == steps
 
 
 SHORT = 0.5
-LONG = DEADLINE + 1.5
-"""Beyond the deadline of one phase, within the next one's: the way back waits as long again."""
+LONG = DEADLINE + 2.0
+"""Beyond the deadline of one phase and the longest step, which comes on top, within the next one's: the way back waits
+as long again."""
 
 
 def test_a_stopped_rank_costs_nothing_before_the_deadline_and_the_switch_alone_after_it(prepared, tmp_path):

@@ -106,7 +106,7 @@ def entry(context): {entry}
 read, words = os.pipe()
 parent = os.getpid()
 if not os.fork():
-    live(entry, RankContext(member=0, rank=0, local_rank=0, world_size=1, ranks_per_node=None, store_host="",
+    live(entry, RankContext(member=0, rank=0, node=0, local_rank=0, world_size=1, ranks_per_node=None, store_host="",
          store_port=0, store_prefix="", run=sys.argv[1], device="cpu", backend="gloo", generation=0, attempt=0,
          realtime=False), parent=parent, words=words)
 code = os.waitstatus_to_exitcode(os.wait()[1])

@@ -35,18 +35,15 @@ class Taking:
         self.done = True
 
 
-@pytest.fixture
-def ranks(monkeypatch):
+def make(monkeypatch, store, told, nodes=(0,) * SIZE):
+    """The snapshots of all ranks."""
     monkeypatch.setattr(keeping, "Account", SimpleNamespace(of=lambda *_: None))
     monkeypatch.setattr(keeping, "extra_states", lambda _owners: {})
     monkeypatch.setattr(keeping, "_Taking", Taking)
     world = SimpleNamespace(catalogue=JOB, ownership=owns(JOB, "fsdp3"), owners=[])
-    store, told = HashStore(), []
-    made = [
+    return [
         Keeping(
-            SimpleNamespace(
-                rank=rank, world_size=SIZE, ranks_per_node=None, everyone=range(SIZE), board=Board(store, SIZE)
-            ),
+            SimpleNamespace(rank=rank, world_size=SIZE, nodes=nodes, everyone=range(SIZE), board=Board(store, SIZE)),
             world,
             Keeps(every=4),
             7,
@@ -54,7 +51,18 @@ def ranks(monkeypatch):
         )
         for rank in range(SIZE)
     ]
-    return made, store, told
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    store, told = HashStore(), []
+    return make(monkeypatch, store, told), store, told
+
+
+def test_the_keeper_is_on_another_node_also_where_nodes_have_not_equally_many_ranks(monkeypatch):
+    for one in make(monkeypatch, HashStore(), [], nodes=(0, 1, 1)):
+        assert one._keepers.keeper[1:] == (0, 0)
+        assert one._keepers.keeper[0] in {1, 2}
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -17,7 +17,8 @@ from dynatrain.cluster.part import Part
 from dynatrain.cluster.peers import Peers, Status
 from dynatrain.cluster.place import Place
 from dynatrain.cluster.ranks import Ranks
-from dynatrain.cluster.summons import GONE_SECONDS
+from dynatrain.cluster.summons import GONE_SECONDS, Newcomer
+from dynatrain.cluster.tenure import Tenure
 from dynatrain.cluster.vitals import Vitals
 from dynatrain.cluster.worlds import crossing_board
 from dynatrain.observe.log import Log, Tail
@@ -67,6 +68,7 @@ class Node:
             leave_seconds=LEAVE_SECONDS,
             drain_seconds=GRACE,
             announce=print,
+            tenure=Tenure(cluster.run),
             **cluster.about,
         )
         self.spawner = FakeSpawner()
@@ -123,6 +125,7 @@ class Cluster:
             realtime=False,
             attempt=0,
             note="",
+            seats=tuple(Newcomer(member=node, node=node, slot=0) for node in range(nodes)),
         )
         self.nodes = [Node(self, node) for node in range(nodes)]
         self.desk = Desk(Inbox(self.run.requests), self.board, self.log)
@@ -130,7 +133,7 @@ class Cluster:
         self.lead = Lead(first.job, self.meeting, self.desk, first.peers, self.log, lambda: self.now)
         self.stopping = False
         for member, node in enumerate(self.nodes):
-            node.ranks.fork([SimpleNamespace(member=member)])
+            node.ranks.fork([SimpleNamespace(member=member, local_rank=0)])
             self.alive(member)
             node.pulse.watch([member])
         self.numbers: dict[str, int] = {}

@@ -167,3 +167,21 @@ def test_a_drain_that_is_taken_back_leaves_the_host_open_for_newcomers(three) ->
     assert (three.answer("a").outcome, three.lead.must_stop) == ("aborted", "")
     three.ask("b", size=5)
     assert [len(node.spawner.forked) for node in three.nodes] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("nodes", [(0,), (0, 2)])
+def test_a_notice_to_the_host_that_leads_is_for_the_others_to_go_on_under_another_lead(three, nodes) -> None:
+    told(three, *nodes)
+    assert (three.lead.hands_over, three.lead.must_stop) == (True, "")
+    assert not events(three, "crossing")
+    assert not three.nodes[2].peers.released
+
+
+def test_where_all_hosts_are_told_or_the_rest_has_no_layout_the_run_stops(tmp_path) -> None:
+    three = Cluster(tmp_path / "a", nodes=3)
+    told(three, 0, 1, 2)
+    assert (three.lead.hands_over, "no rank would be left" in three.lead.must_stop) == (False, True)
+    two = Cluster(tmp_path / "b")
+    two.beat(0, layout="even2")
+    told(two, 0)
+    assert (two.lead.hands_over, "1 ranks: not even" in two.lead.must_stop) == (False, True)

@@ -9,9 +9,11 @@ from dynatrain.cluster.causes import first_cause, say_end
 from dynatrain.cluster.context import Report
 from dynatrain.cluster.door import Door
 from dynatrain.cluster.interrupts import Interrupts
-from dynatrain.cluster.meeting import Job, Meeting, contexts, first_world, meet
+from dynatrain.cluster.meeting import Job, Meeting, contexts, meet
 from dynatrain.cluster.place import Place, PlaceError, choose_device, place_from, share, wait_for_listener
 from dynatrain.cluster.store import host_store
+from dynatrain.cluster.summons import Newcomer
+from dynatrain.cluster.tenure import Tenure
 from dynatrain.observe.run import RunFolder
 
 TORCHRUN = {
@@ -77,6 +79,7 @@ def test_ranks_are_told_how_many_share_their_node(tmp_path, nodes, told) -> None
         leave_seconds=1.0,
         drain_seconds=1.0,
         announce=print,
+        tenure=Tenure(RunFolder(tmp_path)),
     )
     store = host_store()
     meeting = Meeting(
@@ -90,8 +93,10 @@ def test_ranks_are_told_how_many_share_their_node(tmp_path, nodes, told) -> None
         realtime=False,
         attempt=0,
         note="",
+        seats=tuple(Newcomer(member=rank, node=rank * nodes // 4, slot=0) for rank in range(4)),
+        each=4 // nodes,
     )
-    found = contexts(job, meeting, first_world(job, meeting), range(4))
+    found = contexts(job, meeting, meeting.seats, range(4))
     assert [one.rank for one in found] == list(range(4))[-4 // nodes :]
     assert {one.ranks_per_node for one in found} == {told}
 
@@ -143,6 +148,7 @@ def job_of(tmp_path, store, node: int, size: int = 4, **about) -> Job:
         leave_seconds=1.0,
         drain_seconds=1.0,
         announce=print,
+        tenure=Tenure(RunFolder(tmp_path)),
         **about,
     )
 
@@ -153,9 +159,7 @@ def test_all_agents_take_the_number_of_ranks_from_node_0(tmp_path) -> None:
     with ThreadPoolExecutor(2) as pool:
         met = list(pool.map(lambda job: meet(job, Interrupts()), jobs))
     assert [(one.world_size, one.attempt) for one in met] == [(8, 0), (8, 0)]
-    members = [
-        [one.member for one in contexts(*both, first_world(*both), range(8))] for both in zip(jobs, met, strict=True)
-    ]
+    members = [[one.member for one in contexts(*both, both[1].seats, range(8))] for both in zip(jobs, met, strict=True)]
     assert members == [[0, 1, 2, 3], [4, 5, 6, 7]]
     other = replace(jobs[1], prints={"code": "x"})  # a second agent as node 1
     with pytest.raises(PlaceError, match=r"the place of node 1 is taken by process \d+ on .*one agent"):

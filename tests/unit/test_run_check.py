@@ -59,8 +59,8 @@ def test_selective_recomputation_of_compiled_blocks_is_refused_with_what_is_near
 
 
 def test_blocks_that_stay_eager_beside_compiled_ones_are_told():
-    switches = '{step=4, layout="fsdp2"}, {step=6, layout="tp2-sp"}, {step=7, layout="pp2-zb"}, {step=8, layout="tp2"}'
-    flags = ["--layout=tp2", f"--switch=[{switches}]", "--steps=9"]
+    switches = '{step=1, layout="fsdp2"}, {step=4, layout="tp2-sp"}, {step=7, layout="pp2-zb"}, {step=10, layout="tp2"}'
+    flags = ["--layout=tp2", f"--switch=[{switches}]", "--steps=11"]
 
     assert checked(*flags).notes == ()
     assert [note.partition(":")[0] for note in checked("--blocks.compile=true", *flags).notes] == [
@@ -102,8 +102,8 @@ def test_the_dropout_of_the_model_holds_unless_the_run_sets_one(tmp_path):
             "switch.0.after_micro_batches = 8: below the 8 of a step; nearest: 7",
         ),
         (
-            ['--switch=[{step=7, layout="dp1"}, {step=7, layout="dp1"}]'],
-            "switch.1.step = 7: above the switch before it, at step 7",
+            ['--switch=[{step=7, layout="dp1"}, {step=9, layout="dp1"}]'],
+            "switch.1.step = 9: 3 steps or more behind the switch before it, at step 7; nearest: 10",
         ),
         (["--data.vocab_size=5000"], "makes 5000 tokens; at most the model's vocabulary, 4096"),
         (["--data.sequence=4096"], "at most the model's longest sequence, 2048"),

@@ -26,15 +26,15 @@ def test_a_save_that_would_hold_up_a_scheduled_switch_comes_behind_it():
 
 
 def test_a_scheduled_switch_inside_a_step_is_due_until_that_step_is_over():
-    wishes = Wishes(Board(HashStore(), 1), {4: "dp2", 5: "tp2"}, "keep", inside={4: 3, 5: 0})
+    wishes = Wishes(Board(HashStore(), 1), {4: "dp2", 7: "tp2"}, "keep", inside={4: 3, 7: 0})
     wishes.begun(4)
-    assert [(order.at, order.after) for order in (next(wishes.due(4)), next(wishes.due(4)))] == [(4, 3), (5, 0)]
+    assert [(order.at, order.after) for order in (next(wishes.due(4)), next(wishes.due(5)))] == [(4, 3), (7, 0)]
 
 
 def test_a_job_that_goes_on_at_the_step_of_a_switch_still_has_it_before_it():
-    wishes = Wishes(Board(HashStore(), 1), {4: "dp2", 5: "tp2"}, "keep")
-    wishes.begun(5)
-    assert [order.at for order in wishes.due(9)] == [5]
+    wishes = Wishes(Board(HashStore(), 1), {4: "dp2", 7: "tp2"}, "keep")
+    wishes.begun(7)
+    assert [order.at for order in wishes.due(9)] == [7]
 
 
 def test_a_wish_for_a_later_step_holds_up_nothing_until_then():
@@ -51,6 +51,11 @@ def test_a_wish_for_a_later_step_holds_up_nothing_until_then():
     [
         ({-3: "dp2"}, {}, "schedule has step -3"),
         ({0: "dp2"}, {}, "schedule has step 0: a job begins in its first layout; nearest: 1"),
+        (
+            {9: "dp2", 5: "tp2", 7: "dp2"},
+            {},
+            "schedule has step 7: 3 or more behind the one before, which is 5; nearest: 8",
+        ),
         ({5: "dp2"}, {7: 2}, "inside has step 7, where no switch is scheduled; nearest with one: 5"),
         ({}, {7: 2}, "inside has step 7, where no switch is scheduled; there are no"),
         ({5: "dp2"}, {5: -1}, "inside has -1 micro-batches at step 5; nearest: 0"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from dynatrain.app.mistake import MistakeError
 from dynatrain.config.own import load_own, own_toml
 from dynatrain.config.run import RunConfig, Section
+from dynatrain.layout.text import parse_layout
 from dynatrain.observe.atomic import write_atomically
 from dynatrain.observe.checkpoints import Manifest, checkpoint_name, checkpoints, newest, set_aside
 from dynatrain.observe.run import RunFolder
@@ -74,6 +75,37 @@ def resume(config: RunConfig, path: Path, *, layout_named: bool) -> Resumed:
         note += f"\nscheduled switches that are past are left out: of step {', '.join(passed)}"
     config = config.model_copy(update={"layout": layout, "switch": to_come})
     return Resumed(run, config, manifest.step, note)
+
+
+def take_up(run: RunFolder, layout: str) -> str:
+    """Have a run's folder say that it goes on in ``layout``: for the agent that takes it over from one that was lost.
+
+    From the newest checkpoint that is there whole, by the sizes of its files; from the beginning where there is none.
+    Scheduled switches of other numbers of ranks are left out.
+
+    Args:
+        run: its folder.
+        layout: as text, legal for the ranks that are left.
+
+    Returns:
+        A note for people.
+
+    Raises:
+        MistakeError: nothing can be written there.
+    """
+    config = load_own(run.path).config
+    folder, _ = newest(run.checkpoints)
+    step = Manifest.read(folder).step if folder is not None else 0
+    size = parse_layout(layout).world_size
+    ahead = [switch for switch in config.switch if switch.step >= step]
+    kept = tuple(switch for switch in ahead if parse_layout(switch.layout).world_size == size)
+    note = f"going on from step {step} ({folder or 'its beginning: nothing was saved'}), in {layout}"
+    if left := [str(switch.step) for switch in ahead if switch not in kept]:
+        note += f"; scheduled switches of other numbers of ranks are left out: of step {', '.join(left)}"
+    world = config.world.model_copy(update={"size": size})
+    config = config.model_copy(update={"layout": layout, "switch": kept, "world": world})
+    with reopened(Resumed(run, config, step, note)):
+        return note
 
 
 @contextmanager

@@ -92,16 +92,15 @@ class RunWorld:
         attempt = 0
         for event in Tail(run.events).new():
             if event["kind"] == "agent_started":
-                size, nodes, since = event["world_size"], event["nodes"], event["time"]
+                seats, nodes, since = _seats(event), event["nodes"], event["time"]
                 hosts, attempt = (hosts if event.get("attempt") == attempt else {}), event.get("attempt", 0)
                 hosts[event.get("node", 0)] = event.get("host", "")
-                each = size // nodes
                 found = replace(
                     found,
                     generation=0,
-                    members=tuple(range(size)),
-                    ranks_per_node=each if nodes > 1 else None,
-                    nodes=tuple(rank // each for rank in range(size)),
+                    members=tuple(range(len(seats))),
+                    ranks_per_node=max(map(seats.count, seats)) if nodes > 1 else None,
+                    nodes=seats,
                     lent="",
                     parked=None,
                 )
@@ -142,6 +141,12 @@ class RunWorld:
     def record(self) -> dict[str, Any]:
         """For programs."""
         return {"generation": self.generation, "size": self.size, "members": list(self.members)}
+
+
+def _seats(event: Mapping[str, Any]) -> tuple[int, ...]:
+    """The node of each rank of a first world; before that was told, every node had equally many."""
+    each = max(1, event["world_size"] // max(1, event["nodes"]))
+    return tuple(event.get("seats") or (rank // each for rank in range(event["world_size"])))
 
 
 def config_of(run: RunFolder) -> RunConfig:

@@ -12,7 +12,7 @@ from dynatrain.app.mistake import MistakeError, all_of, is_mistake
 from dynatrain.app.prints import prints_of
 from dynatrain.app.progress import watch
 from dynatrain.app.resize import layout_of_size
-from dynatrain.app.resume import Resumed, reopened, resume
+from dynatrain.app.resume import Resumed, reopened, resume, take_up
 from dynatrain.cluster.launch import run_agent
 from dynatrain.cluster.place import place_from, share
 from dynatrain.config.own import OWN_MODEL, own_toml
@@ -95,29 +95,39 @@ def start(
         resize=partial(layout_of_size, checked),
         survives=True,
         replacements=config.loss.replacements,
+        take_up=take_up,
     )
     if place.node > 0:
         return None, agent(RunFolder(path.absolute()))
     if resumed:
-        return resumed.run, _go_on(resumed, checked, partial(agent, take_over=take_over), quiet=quiet)
+        return resumed.run, _go_on(
+            resumed, checked, partial(agent, take_over=take_over), nodes=place.nodes, quiet=quiet
+        )
     with passing_parents(path):
         run = make(checked, path)
         with _taken_back(run), watch(run, config.steps, quiet=quiet) as announce:
-            for note in checked.notes:
+            for note in (*checked.notes, *_advice(config, place.nodes)):
                 announce(note)
             return run, agent(run, announce=announce)
 
 
-def _go_on(resumed: Resumed, checked: CheckedRun, agent: Callable[..., int], *, quiet: bool) -> int:
+def _go_on(resumed: Resumed, checked: CheckedRun, agent: Callable[..., int], *, nodes: int, quiet: bool) -> int:
     """Train on; the exit code."""
     steps = resumed.config.steps
     with watch(resumed.run, steps, quiet=quiet) as announce:
-        for note in (resumed.note, *checked.notes):
+        for note in (resumed.note, *checked.notes, *_advice(resumed.config, nodes)):
             announce(note)
         if resumed.step == steps:
             announce(f"all {steps} steps are trained already; more with --steps=N")
             return 0
         return agent(resumed.run, asked=reopened(resumed), announce=announce)
+
+
+def _advice(config: RunConfig, nodes: int) -> tuple[str, ...]:
+    """What is well to know at the start on several hosts."""
+    if nodes == 1 or config.save.every:
+        return ()
+    return ("[save] every = 0: should the agent that leads be lost, the others go on from the last save, or anew",)
 
 
 def grace_of(config: RunConfig) -> float:

@@ -10,23 +10,27 @@ import signal
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Literal
 
 from torch.distributed import DistError
 
+from dynatrain.cluster.bond import Bond
+from dynatrain.cluster.causes import SAVED
 from dynatrain.cluster.context import RankContext, Report
 from dynatrain.cluster.desk import Desk
 from dynatrain.cluster.heart import Pulse
 from dynatrain.cluster.interrupts import Interrupted, Interrupts
 from dynatrain.cluster.kernel import leave_realtime, signal_name
 from dynatrain.cluster.lead import Lead
-from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, come_later, contexts, describe, first_world, meet
+from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, contexts, describe
+from dynatrain.cluster.noted import write_down
 from dynatrain.cluster.part import Part
 from dynatrain.cluster.peers import Peers, Status
 from dynatrain.cluster.ranks import Ranks
 from dynatrain.cluster.spawner import Spawner
-from dynatrain.cluster.summons import Newcomer, Summons
+from dynatrain.cluster.succession import Heir
+from dynatrain.cluster.summons import GONE_SECONDS, Newcomer, Summons
 from dynatrain.cluster.vitals import Vitals
-from dynatrain.observe.address import Address
 from dynatrain.observe.log import Log
 from dynatrain.observe.requests import Inbox, Request, new_id
 
@@ -35,36 +39,8 @@ TICK_SECONDS = 0.2
 START_SECONDS = 120.0  # for the fork server to import torch and the ranks' module
 STOP_SECONDS = 3.0  # for ranks to reach a step edge; with the next, all is gone within 5 s
 KILL_SECONDS = 0.7
-
-
-def drive(job: Job, spawner: Spawner, interrupts: Interrupts) -> int:
-    """Run a job on this node to its end.
-
-    Args:
-        job: what to run.
-        spawner: a fork server that was just started; closed on return.
-        interrupts: the signals that end the agent.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        PlaceError: the user asked for what the machines, or this launch, cannot give.
-    """
-    try:
-        if job.claim is None:
-            meeting = meet(job, interrupts)
-        else:
-            job, meeting = come_later(job, interrupts)
-        job.run.logs.mkdir(parents=True, exist_ok=True)  # a node with a disk of its own has none yet
-        generation = meeting.admission.generation if meeting.admission else 0
-        with Log(job.run.events, generation=generation, attempt=meeting.attempt) as log:
-            return Agent(job, meeting, spawner, interrupts, log).run()
-    except Interrupted:
-        return interrupts.exit_code
-    except (RunFailedError, DistError) as error:
-        job.announce(f"The run failed: {error}")
-        return FAILED
+HAND_SECONDS = 1.0  # for the others to hear that they go on
+HALTED_SECONDS = 2.0  # between two steps of an agent that was halted meanwhile, or hung in the disk
 
 
 class Agent:
@@ -76,9 +52,17 @@ class Agent:
         spawner: a fork server.
         interrupts: the signals that end the agent.
         log: of events.
+        ready: whether the fork server is known to be.
+
+    Attributes:
+        heir: what this agent goes on with, once it has lost the one that leads.
     """
 
-    def __init__(self, job: Job, meeting: Meeting, spawner: Spawner, interrupts: Interrupts, log: Log) -> None:
+    heir: Heir
+
+    def __init__(
+        self, job: Job, meeting: Meeting, spawner: Spawner, interrupts: Interrupts, log: Log, *, ready: bool = False
+    ) -> None:
         self._job = job
         self._meeting = meeting
         self._spawner = spawner
@@ -115,45 +99,83 @@ class Agent:
         self._stop_code = 0  # 130 or 143 once the agent was asked to end
         self._stop_end = 0.0  # when ranks that were asked to stop are killed
         self._leaving = False  # this host was told to go, and the others may go on
+        self._handing_end = 0.0  # when ranks that stop for a new lead are to have stopped; 0 where this one stays
         self._ending = False  # ranks that end now end by our hand
+        self._ready = self._began if ready else 0.0
+        self._stepped = self._began
+        self._bond = Bond(job, meeting, self._peers, self._part, self._ranks)
 
-    def run(self) -> int:
-        """Start the ranks, watch them, leave nothing behind; returns the exit code."""
-        code = FAILED
+    def run(self) -> int | None:
+        """Start the ranks, watch them, leave nothing behind; returns the exit code.
+
+        None where the agent that leads is lost: the ranks have ended, and :attr:`heir` is there.
+        """
+        code: int | None = FAILED
         try:
             code = self._watch()
         except Interrupted:
             code = self._interrupts.exit_code
         except RunFailedError as failure:
-            self._fail(str(failure))
+            code = self._break_off(str(failure))
         except DistError as error:
-            self._fail(f"the store is lost: {str(error).splitlines()[0]}")
+            code = self._break_off(f"the store is lost: {str(error).splitlines()[0]}")
         finally:
-            self._end(code)
+            if code is not None:
+                self._end(code)
+            self._bond.close()
         return code
 
+    def _break_off(self, reason: str) -> int | None:
+        """Something has failed: the run, or the agent that leads it; gives what :meth:`run` does."""
+        if lost := self._job.tenure.lost:
+            self._ending = True
+            self._log.write("deposed", reason=lost)
+            self._job.announce(f"This agent was taken for dead, and ends with its ranks: {lost}.")
+            return FAILED
+        lost = "" if self._stop_code else self._bond.lost()  # one that stops ends with it
+        if lost and (
+            (self._leaving and self._peers.handed_over) or (self._vitals.ended_well and not self._vitals.code())
+        ):
+            return 0
+        if lost and self._abandon(lost):
+            return None
+        self._fail(reason)
+        return FAILED
+
+    def _abandon(self, lost: str) -> bool:
+        """End this node's ranks, whose run has lost its lead; False where one does not end."""
+        self._ending = True
+        self.heir = self._bond.heir()
+        self._log.write("lead_lost", node=self._job.place.node, reason=lost)
+        self._job.announce(f"The agent that leads is lost: {lost}. This host's ranks end, and begin anew.")
+        self._ranks.kill(self._ranks.living)
+        end = time.monotonic() + GONE_SECONDS
+        try:
+            while self._ranks.living and time.monotonic() < end:
+                for report in self._receive():
+                    self._note(report)
+                Interrupts.sleep(0.05, self._spawner)
+        except RunFailedError:
+            return False
+        return not self._ranks.living
+
     def _watch(self) -> int:
+        self._bond.tie()
         if self._meeting.admission is None:
             self._log.write("agent_started", pid=os.getpid(), **describe(self._job, self._meeting))
-        if self._job.place.node == 0:
-            self._say_address()
+        place = self._job.place
+        if place.node == 0 and (
+            why := self._job.tenure.say_where(place.host, self._meeting.store.port, self._job.secret)
+        ):
+            self._job.announce(f"No agent can join: {why}.")
         if self._meeting.note:
             self._job.announce(f"Running {self._meeting.note}")
         self._start()
         while (code := self._step()) is None:
             self._interrupts.wait(TICK_SECONDS, self._spawner)
-        if not self._peers.released:
+        if not (self._peers.released or self._handing_end):
             self._peers.say(Status(state="done", code=code))
         return code
-
-    def _say_address(self) -> None:
-        """Write down where agents of other machines may come; where the disk does not take that, none may."""
-        place = self._job.place
-        try:
-            address = Address(host=place.host, port=self._meeting.store.port, secret=self._job.secret)
-            address.write(self._job.run.path)
-        except OSError as error:
-            self._job.announce(f"No agent can join: {self._job.run.path} cannot be written ({error.strerror}).")
 
     def _told(self, newcomers: Iterable[Newcomer], world: Sequence[int], generation: int) -> list[RankContext]:
         """What the newcomers of this node are told."""
@@ -162,18 +184,18 @@ class Agent:
     def _start(self) -> None:
         """Fork this node's ranks as soon as the fork server is ready."""
         end = time.monotonic() + START_SECONDS
-        ready = 0.0
-        while not (ready and self._ranks.all_forked):
+        forked = False
+        while not (forked and self._ranks.all_forked):
             self._interrupts.check()
             for report in self._receive():
                 if report.kind == "broken":
                     raise RunFailedError(f"the ranks' module cannot be used: {report.words}")
                 if report.kind == "ready":
-                    ready = time.monotonic()
-                    if self._meeting.admission is None:
-                        everyone = first_world(self._job, self._meeting)
-                        self._ranks.fork(contexts(self._job, self._meeting, everyone, self._part.world))
+                    self._ready = time.monotonic()
                 self._note(report)
+            if self._ready and not forked:
+                forked = True
+                self._ranks.fork(contexts(self._job, self._meeting, self._meeting.seats, self._part.world))
             self._peers.say(Status(heard=self._part.heard))
             if time.monotonic() > end:
                 raise RunFailedError(f"the fork server was not ready within {START_SECONDS:g} s")
@@ -182,8 +204,10 @@ class Agent:
             self._job.announce(f"Node {self._job.place.node} of the run, with places for ranks and none yet.")
             return
         self._pulse.watch(self._ranks.living)
-        forked = time.monotonic()
-        seconds = {"server": round(ready - self._spawner.began, 3), "fork": round(forked - ready, 3)}
+        seconds = {
+            "server": round(self._ready - self._spawner.began, 3),
+            "fork": round(time.monotonic() - self._ready, 3),
+        }
         pids = self._ranks.pids
         self._log.write("ranks_started", ranks=list(pids), pids=list(pids.values()), seconds=seconds)
         world = f"{len(pids)} of {self._meeting.world_size}" if self._job.place.nodes > 1 else f"{len(pids)}"
@@ -195,6 +219,7 @@ class Agent:
         Raises:
             RunFailedError: it cannot go on.
         """
+        self._require_tenure()
         for report in self._receive():
             self._note(report)
         if self._interrupts.received and not self._stop_code:
@@ -215,25 +240,59 @@ class Agent:
         if over and not self._stop_code:
             self._peers.look()
             self._follow_stop()
+            if self._peers.handed_over:
+                raise RunFailedError("the agent that leads has left")
+            if self._handing_end and self._vitals.code() == SAVED:
+                return self._leave_to_others()
         if self._stop_code:
             over = over or now > self._stop_end or len(self._interrupts.received) > 1
         return (self._vitals.code() or self._stop_code or self._peers.code) if over else None
 
     def _tick(self) -> None:
         """Everything that is looked at rather than reported."""
-        if self._job.lease is not None and self._job.lease.lost:
-            raise RunFailedError(self._job.lease.lost)
         self._pulse.look()
         self._peers.look()
+        self._bond.look()
         self._follow_stop()
         self._say()
         if self._job.place.node == 0:
             self._desk.serve()
-            self._lead.look(stopping=bool(self._stop_code))
+            self._lead.look(stopping=bool(self._stop_code or self._handing_end))
+            if self._lead.hands_over:
+                self._hand_over()
             if self._lead.must_stop and not self._stop_code:
                 self._job.announce(f"{self._lead.must_stop[0].upper()}{self._lead.must_stop[1:]}.")
                 self._stop(signal.SIGTERM, self._job.place.node)
         self._part.look(time.monotonic())
+
+    def _hand_over(self) -> None:
+        """Have the ranks stop, saved, for the others to go on without this host; where they do not, the run stops."""
+        now = time.monotonic()
+        if not self._handing_end:
+            self._handing_end = now + self._job.grace_seconds
+            self._say()  # before the ranks hear of it: the others are to know why they end
+            self._desk.stop(Request(id=new_id(), verb="stop", by="SIGTERM"))
+        elif now > self._handing_end and not self._stop_code:
+            self._stop(signal.SIGTERM, self._job.place.node)
+
+    def _leave_to_others(self) -> int:
+        """All ranks have stopped, saved, and the others have heard that they go on; the exit code."""
+        self._job.tenure.drop()
+        self._log.write("host_left", node=self._job.place.node)
+        self._job.announce("This host leaves the run, which the others go on with.")
+        Interrupts.sleep(HAND_SECONDS)
+        return 0
+
+    def _require_tenure(self) -> None:
+        """Do nothing more as the agent that leads where another does: this one may have been halted for long.
+
+        Raises:
+            RunFailedError: another has taken the run over.
+        """
+        now = time.monotonic()
+        late, self._stepped = now - self._stepped > HALTED_SECONDS, now
+        if lost := self._job.tenure.look() if late else self._job.tenure.lost:
+            raise RunFailedError(lost)
 
     def _follow_stop(self) -> None:
         """Stop where another agent was asked to."""
@@ -245,7 +304,7 @@ class Agent:
         """Tell the other agents how this one is."""
         self._peers.say(
             Status(
-                state="stopping" if self._stop_code else "leaving" if self._leaving else "running",
+                state=self._state,
                 signal=max(0, self._stop_code - 128),
                 living=self._ranks.living,
                 heard=self._part.heard,
@@ -254,14 +313,24 @@ class Agent:
             )
         )
 
+    @property
+    def _state(self) -> Literal["running", "stopping", "leaving", "handing"]:
+        if self._stop_code:
+            return "stopping"
+        if self._handing_end:
+            return "handing"
+        return "leaving" if self._leaving else "running"
+
     def _heed(self, received: list[int]) -> None:
-        """Do what a signal asks for: SIGTERM takes this host out of the run where its store and its lead are elsewhere.
+        """Do what a signal asks for: SIGTERM takes this host out of the run where others can go on.
 
         All else ends the run, and so does a second signal.
         """
-        if received != [signal.SIGTERM] or self._job.place.node == 0:
+        saves = self._job.take_up is not None and self._job.grace_seconds > 0
+        followed = saves and len(self._peers.nodes) > 1 and bool(self._part.members)
+        if received != [signal.SIGTERM] or (self._job.place.node == 0 and not followed):
             if received[0] == signal.SIGTERM and len(self._peers.nodes) > 1:
-                self._job.announce("Node 0 leads the run and holds its store: it cannot leave, so the run stops.")
+                self._job.announce("This agent leads a run that is not saved at its end, so it stops.")
             self._stop(received[0], self._job.place.node)
         elif not self._leaving:
             self._leaving = True
@@ -306,7 +375,7 @@ class Agent:
                     self._note(report)
                 Interrupts.sleep(0.05, self._spawner)
         with suppress(DistError):
-            if self._job.place.node == 0:
+            if self._job.place.node == 0 and not self._job.tenure.lost:
                 self._desk.serve()  # what the ranks answered with their last breath
                 self._lead.end()
         left = [self._part.name(member) for member in self._ranks.living if member in self._ranks.pids]
@@ -327,29 +396,4 @@ class Agent:
     def _note(self, report: Report) -> None:
         """Take in and write down what the fork server says of a rank."""
         self._ranks.note(report)
-        if report.kind not in {"forked", "stopped", "continued", "ended"}:
-            return
-        world = self._part.world
-        rank = world.index(report.member) if report.member in world else -1
-        about = {"rank": rank, "member": report.member, "pid": report.pid}
-        if report.kind == "forked" and rank < 0:
-            self._log.write("newcomer", **about)
-        elif report.kind == "stopped":
-            self._log.write("rank_stopped", signal=signal_name(report.signal), **about)
-            self._job.announce(f"{signal_name(report.signal)}: {self._part.name(report.member)}.")
-        elif report.kind == "continued":
-            self._log.write("rank_continued", **about)
-        elif report.kind == "ended":
-            self._note_end(report, about)
-
-    def _note_end(self, report: Report, about: dict[str, int]) -> None:
-        with suppress(DistError):
-            self._pulse.look()
-        beat = self._pulse.last(report.member)
-        how = {
-            "code": report.code,
-            "signal": signal_name(report.signal) if report.signal else "",
-            "by_agent": self._ending,
-        }
-        at = {"step": beat.step, "phase": beat.phase, "switch": beat.switch}
-        self._log.write("rank_ended", **about, **how, error=report.words, **at)
+        write_down(report, self._log, self._part, self._pulse, self._job.announce, by_agent=self._ending)

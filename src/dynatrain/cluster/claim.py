@@ -48,7 +48,8 @@ class Admission:
         node: its number.
         nodes: agents that there were at the start.
         nonce: names the run in the store.
-        world_size: ranks of the first world, which the planner counts nodes by.
+        world_size: ranks of the first world.
+        each: ranks of a node in that world, which plans count nodes by.
         world: members of the present world, by rank.
         generation: of that world.
         summons: the last change of members, as text; empty before the first.
@@ -61,6 +62,7 @@ class Admission:
     nodes: int
     nonce: str
     world_size: int
+    each: int
     world: tuple[int, ...]
     generation: int
     summons: str

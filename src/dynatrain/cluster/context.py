@@ -15,6 +15,7 @@ class RankContext:
     Attributes:
         member: number in the run, never used again; in the first world a member's rank.
         rank: number in the world in which it begins.
+        node: its node, by the number that the agents of this attempt have.
         local_rank: its place on this node, which a later member may have again.
         world_size: ranks in the world.
         ranks_per_node: ranks of each node in the first world; None where all are on one.
@@ -34,6 +35,7 @@ class RankContext:
 
     member: int
     rank: int
+    node: int
     local_rank: int
     world_size: int
     ranks_per_node: int | None

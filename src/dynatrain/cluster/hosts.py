@@ -112,17 +112,22 @@ class Hosts:
             self._told.pop(node, None)
             self._log.write("host_left", node=node)
 
+    @property
+    def lead(self) -> int:
+        """The node of the agent that leads."""
+        return self._job.place.node
+
     def begin(self, nodes: Collection[int]) -> None:
         """These are to leave.
 
         Raises:
             MembershipError: they cannot.
         """
-        lead = self._job.place.node
+        lead = self.lead
         if lead in nodes:
             raise MembershipError(
-                f"node {lead} leads the run and holds its store: it cannot leave while the run goes on. Nearest: "
-                "dynatrain stop, which saves; or dynatrain drain --rank, which frees it of ranks"
+                f"node {lead} leads the run and holds its store: it is not drained while the run goes on. Nearest: "
+                "SIGTERM to its agent; dynatrain stop, which saves; or dynatrain drain --rank, which frees it of ranks"
             )
         if unknown := [node for node in nodes if node not in self._peers.nodes]:
             raise MembershipError(f"there are no nodes {unknown}; the run has nodes {list(self._peers.nodes)}")

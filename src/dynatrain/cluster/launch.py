@@ -3,7 +3,6 @@
 No torch at the top: the fork server is started first, and both import torch at the same time.
 """
 
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -15,13 +14,11 @@ from dynatrain.cluster.claim import Claim
 from dynatrain.cluster.interrupts import Interrupts
 from dynatrain.cluster.place import Device, Place, PlaceError, place_from, secret_from, share
 from dynatrain.cluster.spawner import Spawner
+from dynatrain.cluster.tenure import Tenure
 from dynatrain.observe.address import Address
-from dynatrain.observe.mark import MARK, AgentMark, Lease, MarkError
-from dynatrain.observe.requests import Inbox
 from dynatrain.observe.run import RunFolder
 
 _NO_PRINTS: Mapping[str, str] = MappingProxyType({})
-_LOG = logging.getLogger(__name__)
 
 LIVENESS_SECONDS = 30.0
 LEAVE_SECONDS = 10.0
@@ -53,6 +50,7 @@ def run_agent(
     resize: Resize | None = None,
     survives: bool = False,
     replacements: int = 0,
+    take_up: Callable[[RunFolder, str], str] | None = None,
     take_over: bool = False,
     asked: AbstractContextManager[None] | None = None,
     announce: Callable[[str], None] = announce_on_stderr,
@@ -80,6 +78,7 @@ def run_agent(
         resize: see :class:`~dynatrain.cluster.meeting.Job`; None where ranks do not come and go.
         survives: whether ``entry`` goes on without members that are lost; else a loss ends the run.
         replacements: how many of those are replaced.
+        take_up: see :class:`~dynatrain.cluster.meeting.Job`; None where the run ends with the agent that leads.
         take_over: as in :meth:`~dynatrain.observe.run.RunFolder.claim`.
         asked: entered as soon as the run is claimed, left when it has ended, with the error where it could not begin.
         announce: takes lines for people.
@@ -102,21 +101,18 @@ def run_agent(
                 f"{setting} = {value:g}, but torchrun kills what is left {place.killed_after:g} s after SIGTERM. "
                 f"Nearest: {place.killed_after:g}."
             )
-    mark = run.claim(take_over=take_over) if place.node == 0 else None
-    lease = Lease(run.path, mark) if mark is not None else None
-    code = 1
+    tenure, code = Tenure(run), 1
+    attempt = tenure.take(take_over=take_over) if place.node == 0 else 0
     log = run.logs / "forkserver.log" if place.node == 0 else Path(os.devnull)
     try:
-        if mark is not None:
-            Inbox(run.requests).close("asked before this agent began; no agent was there to take it")
         with asked or nullcontext(), Interrupts() as interrupts, Spawner(entry, log) as spawner:
-            from dynatrain.cluster.agent import drive  # noqa: PLC0415 - torch, imported while the server does the same
+            from dynatrain.cluster.driving import drive  # noqa: PLC0415 - torch, imported while the server does the same
             from dynatrain.cluster.meeting import Job  # noqa: PLC0415 - the same
 
             job = Job(
                 run=run,
-                attempt=mark.attempt if mark is not None else 0,
-                lease=lease,
+                attempt=attempt,
+                tenure=tenure,
                 place=place,
                 world_size=world_size,
                 layout=layout,
@@ -133,18 +129,14 @@ def run_agent(
                 announce=announce,
                 survives=survives,
                 replacements=replacements,
+                take_up=take_up,
             )
             code = drive(job, spawner, interrupts)
     except ValueError:
         code = 2
         raise
     finally:
-        if mark is not None and lease is not None:
-            lease.close()
-            if not lease.lost:
-                Address.forget(run.path)
-                Inbox(run.requests).close(f"the run has ended with code {code}")
-            _release(run, mark, code)
+        tenure.close(code)
     return code
 
 
@@ -159,6 +151,10 @@ def join_agent(
     leave_seconds: float = LEAVE_SECONDS,
     drain_seconds: float = DRAIN_SECONDS,
     interface: str = "",
+    spares: int = 0,
+    resize: Resize | None = None,
+    replacements: int = 0,
+    take_up: Callable[[RunFolder, str], str] | None = None,
     announce: Callable[[str], None] = announce_on_stderr,
 ) -> int:
     """Bring this machine to a run that has begun: it starts the ranks that the run has on it, until it leaves or ends.
@@ -175,6 +171,10 @@ def join_agent(
         leave_seconds: as for :func:`run_agent`.
         drain_seconds: as for :func:`run_agent`.
         interface: of the network, for this machine's ranks; empty for what torch finds.
+        spares: as for :func:`run_agent`, should this agent come to lead.
+        resize: likewise.
+        replacements: likewise.
+        take_up: likewise; with it, losses are survived as everywhere in the run.
         announce: takes lines for people.
 
     Returns:
@@ -186,8 +186,9 @@ def join_agent(
     _settle_resolver()
     # Its number, and how the run is named in the store, are what it is told when it comes in.
     place = Place(node=0, nodes=1, host=address.host, port=address.port, nonce="")
+    tenure, code = Tenure(run), 1
     with Interrupts() as interrupts, Spawner(entry, Path(os.devnull)) as spawner:
-        from dynatrain.cluster.agent import drive  # noqa: PLC0415 - torch, imported while the server does the same
+        from dynatrain.cluster.driving import drive  # noqa: PLC0415 - torch, imported while the server does the same
         from dynatrain.cluster.meeting import Job  # noqa: PLC0415 - the same
 
         job = Job(
@@ -196,19 +197,28 @@ def join_agent(
             place=place,
             world_size=0,
             layout="",
-            resize=_no_other_size,
+            resize=resize or _no_other_size,
             device="auto",
             liveness_seconds=liveness_seconds,
             grace_seconds=grace_seconds,
             leave_seconds=leave_seconds,
             drain_seconds=drain_seconds,
+            spares=spares,
             prints=claim.prints,
             secret=address.secret,
             interface=interface,
             claim=claim,
             announce=announce,
+            tenure=tenure,
+            survives=take_up is not None,
+            replacements=replacements,
+            take_up=take_up,
         )
-        return drive(job, spawner, interrupts)
+        try:
+            code = drive(job, spawner, interrupts)
+        finally:
+            tenure.close(code)
+        return code
 
 
 def _settle_resolver() -> None:
@@ -218,14 +228,6 @@ def _settle_resolver() -> None:
     hold up each connection for 10 s; the answer is for torch's log only, and so may well be missing.
     """
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-
-
-def _release(run: RunFolder, mark: AgentMark, code: int) -> None:
-    """Say how this agent has ended; where the disk does not take that, everybody sees that its process is gone."""
-    try:
-        run.release(mark, code)
-    except (OSError, MarkError) as error:
-        _LOG.warning("%s does not say how the run has ended (code %d): %s", run.path / MARK, code, error)
 
 
 def _no_other_size(_layout: str, _size: int, _named: str) -> str:

@@ -4,15 +4,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from dynatrain.cluster.admitting import Admitting
 from dynatrain.cluster.alarm import put_up
-from dynatrain.cluster.claim import Admission, Claim, refusal
 from dynatrain.cluster.desk import Desk
-from dynatrain.cluster.door import Door
 from dynatrain.cluster.heart import read_beat
 from dynatrain.cluster.hosts import Hosts
 from dynatrain.cluster.lent import Loans, Spot
 from dynatrain.cluster.losses import MEND_SECONDS, Losses
-from dynatrain.cluster.meeting import Job, Meeting, RunFailedError, first_world
+from dynatrain.cluster.meeting import Job, Meeting, RunFailedError
 from dynatrain.cluster.membership import MembershipError, next_world
 from dynatrain.cluster.part import SUMMONS
 from dynatrain.cluster.parting import largest
@@ -22,7 +21,6 @@ from dynatrain.cluster.summons import Newcomer, Sight, Summons, advance, is_over
 from dynatrain.cluster.worlds import crossing_board
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.log import Log
-from dynatrain.observe.prints import print_of
 from dynatrain.observe.requests import Answer, Request, new_id
 
 
@@ -39,6 +37,7 @@ class Lead:
 
     Attributes:
         must_stop: why the run is to stop saved: a host has to go, and the others cannot go on; empty where none has.
+        hands_over: whether this host is to go, and the others go on under another lead.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Lead:
         self._peers = peers
         self._log = log
         self._clock = clock
-        self._places = {one.member: one for one in first_world(job, meeting)}  # of all members ever
+        self._places = {one.member: one for one in meeting.seats}  # of all members ever
         self._world = tuple(self._places)
         self._layout = job.layout
         self._said_layout = ""
@@ -69,9 +68,10 @@ class Lead:
         self._number = -1  # of what was asked of the ranks
         self._since = 0.0
         self._hosts = Hosts(job, meeting, peers, log, clock)
-        self._door = Door(meeting.store, job.secret)
+        self._admitting = Admitting(job, meeting, self._hosts, log)
         self._reserve = Reserve(meeting.board, job.spares)
         self.must_stop = ""
+        self.hands_over = False
 
     def look(self, *, stopping: bool) -> None:
         """Go as far as can be gone.
@@ -97,45 +97,13 @@ class Lead:
         elif not stopping and not self.must_stop:
             self._keep_spares()
             self._take_up()
-            self._look_at_door()
-
-    def _look_at_door(self) -> None:
-        """Take in an agent that has come, or say why not; where it brings ranks, the run grows next."""
-        claim = self._door.look() if self._summons is None and not self._hosts.departing else None
-        if claim is None:
-            return
-        if isinstance(claim, Claim):
-            prints = {**self._job.prints, "config": print_of([self._job.run.config.read_bytes()])}
-            why = refusal(claim, prints=prints, taken=self._hosts.taken, device=self._meeting.device)
-            who = f"process {claim.pid} on {claim.host}"
-        else:
-            why, who = claim, "somebody"
-        if why or not isinstance(claim, Claim):
-            self._door.refuse(why)
-            self._log.write("join_refused", who=who, reason=why)
-            self._job.announce(f"Not admitted: {who}: {why}.")
-            return
-        self._door.admit(self._admission(self._hosts.admit(claim)))
-        self._job.announce(f"Node {max(self._peers.nodes)} has joined: {who}.")
-        if claim.ranks:
-            self._grow(claim.ranks)
-
-    def _admission(self, node: int) -> Admission:
-        return Admission(
-            node=node,
-            nodes=self._job.place.nodes,
-            nonce=self._job.place.nonce,
-            world_size=self._meeting.world_size,
-            world=self._world,
-            generation=self._in_generation,
-            summons=self._meeting.board.peek(SUMMONS) or "",
-            device=self._meeting.device,
-            backend=self._meeting.backend,
-            attempt=self._meeting.attempt,
-        )
+            if self._summons is None and not self._hosts.departing:
+                self._grow(self._admitting.look(self._world, self._in_generation))
 
     def _grow(self, ranks: int) -> None:
-        """Ask for the largest world that there may be with so many more ranks."""
+        """Ask for the largest world that there may be with so many more ranks, if any are brought."""
+        if not ranks:
+            return
         size, _ = largest(len(self._world) + ranks, lambda size: self._job.resize(self._layout, size, ""))
         request = Request(id=new_id(), verb="scale", arguments={"size": max(size, len(self._world))}, by="join")
         self._desk.note(request)
@@ -148,7 +116,9 @@ class Lead:
     def _take_up(self) -> None:
         """Begin what comes next: hosts that a signal tells to leave go before what people ask for."""
         if self._hosts.signalled:
-            if nodes := self._hosts.due:
+            if self._hosts.lead in (nodes := self._hosts.due):
+                self._hand_over(nodes)
+            elif nodes:
                 request = Request(id=new_id(), verb="scale", arguments={"nodes": list(nodes)}, by="SIGTERM")
                 self._desk.note(request)
                 self._begin(request)
@@ -158,6 +128,18 @@ class Lead:
                 self._desk.answer(request, late)
             else:
                 self._begin(request)
+
+    def _hand_over(self, nodes: Sequence[int]) -> None:
+        """This host goes, as others may: the rest goes on without, if there is a layout for the ranks that stay."""
+        stay = [node for node in self._hosts.open if node not in nodes]
+        spares = sum(map(len, self._reserve.ready(stay).values()))
+        ranks = sum(self._places[member].node in stay for member in self._world) + spares
+        try:
+            largest(min(ranks, len(self._world)), lambda size: self._job.resize(self._layout, size, ""))
+        except ValueError as error:
+            self._give_up(f"the hosts that were told to go cannot leave: {error}")
+        else:
+            self.hands_over = True
 
     def _give_up(self, why: str) -> None:
         """The run is to stop while all of it is there; nothing where ``why`` is empty."""

@@ -19,11 +19,14 @@ from dynatrain.cluster.kernel import AGENT_PRIORITY, take_realtime
 from dynatrain.cluster.place import Device, Place, PlaceError, choose_device, share, wait_for_listener
 from dynatrain.cluster.store import host_store, join_store, prefix
 from dynatrain.cluster.summons import Newcomer
-from dynatrain.observe.mark import Lease
+from dynatrain.cluster.tenure import Tenure
 from dynatrain.observe.run import RunFolder
 
 MEET_SECONDS = 60.0  # for the other agents to appear
 ADMIT_SECONDS = 300.0  # for a run to take an agent in: it does so between two changes of members
+
+
+TakeUp = Callable[[RunFolder, str], str]
 
 
 class RunFailedError(Exception):
@@ -53,9 +56,11 @@ class Job:
         secret: what proves that an agent belongs to the run; node 0's word counts.
         interface: of the network, for the ranks; empty for what torch finds.
         claim: of an agent that comes later than the first world; its place is not known before it is admitted.
-        lease: on the run; None on other nodes than 0.
+        tenure: that of the agent which leads; of any other, one that it may come to.
         survives: whether ranks go on, by themselves, without members that are lost.
         replacements: how many lost members are replaced, where there is room, over the whole attempt.
+        take_up: ``(run, layout) -> note``: has the run's folder say that its ranks begin anew in this layout; raises
+            ``ValueError`` where it cannot. None where agents do not go on without the one that leads.
     """
 
     run: RunFolder
@@ -70,14 +75,15 @@ class Job:
     leave_seconds: float
     drain_seconds: float
     announce: Callable[[str], None]
+    tenure: Tenure
     spares: int = 0
     prints: Mapping[str, str] = field(default_factory=dict)
     secret: str = ""
     interface: str = ""
     claim: Claim | None = None
-    lease: Lease | None = None
     survives: bool = False
     replacements: int = 0
+    take_up: TakeUp | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +123,8 @@ class Meeting:
         attempt: number of the run's agent.
         note: a remark for people, or empty.
         hosts: who the agents are, by node, in words; their places, by which no two may come.
+        seats: every member of the first world and its place, by rank.
+        each: ranks of a node in the first world, the most where nodes have not equally many.
         admission: how this agent came in, where the run had begun before.
     """
 
@@ -131,6 +139,8 @@ class Meeting:
     attempt: int
     note: str
     hosts: Mapping[int, Host] = field(default_factory=dict)
+    seats: tuple[Newcomer, ...] = ()
+    each: int = 1
     admission: Admission | None = None
 
     @property
@@ -160,6 +170,7 @@ def meet(job: Job, interrupts: Interrupts) -> Meeting:
     world_size, devices = heard[0]["world_size"], {node: word["devices"] for node, word in heard.items()}
     each = len(share(world_size, job.place))
     device, note = choose_device(job.device, {node: (have, each) for node, have in devices.items()})
+    seats = tuple(Newcomer(member=rank, node=rank // each, slot=rank % each) for rank in range(world_size))
     return Meeting(
         store=store,
         run=run,
@@ -176,6 +187,8 @@ def meet(job: Job, interrupts: Interrupts) -> Meeting:
             node: Host(place=word["host"], name=word["host"], pid=word["pid"], devices=word["devices"])
             for node, word in heard.items()
         },
+        seats=seats,
+        each=each,
     )
 
 
@@ -202,6 +215,7 @@ def come_later(job: Job, interrupts: Interrupts) -> tuple[Job, Meeting]:
         realtime=found.device == "cpu" and take_realtime(AGENT_PRIORITY),
         attempt=found.attempt,
         note="",
+        each=found.each,
         admission=found,
     )
     place = replace(job.place, node=found.node, nodes=found.nodes, nonce=found.nonce)
@@ -237,12 +251,6 @@ def _require_alike(prints: Mapping[int, Mapping[str, str]]) -> None:
         raise PlaceError(f"The agents are not alike: {'; '.join(problems)}. Install the same on every node.")
 
 
-def first_world(job: Job, meeting: Meeting) -> tuple[Newcomer, ...]:
-    """Every member of the first world and its place: equally many on every node."""
-    each = len(share(meeting.world_size, job.place))
-    return tuple(Newcomer(member=rank, node=rank // each, slot=rank % each) for rank in range(meeting.world_size))
-
-
 def contexts(
     job: Job, meeting: Meeting, coming: Iterable[Newcomer], world: Sequence[int], *, generation: int = 0
 ) -> list[RankContext]:
@@ -255,15 +263,15 @@ def contexts(
         world: members of their world, by rank; empty for spares, which are of none.
         generation: of that world; 0 for the first, which nobody trains before.
     """
-    each = len(share(meeting.world_size, job.place))
     return [
         RankContext(
             member=one.member,
             rank=world.index(one.member) if world else 0,
+            node=one.node,
             local_rank=one.slot,
             world_size=len(world),
             # The first world's, also where later ones have other numbers: plans follow it, so all must know one.
-            ranks_per_node=each if job.place.nodes > 1 else None,
+            ranks_per_node=meeting.each if job.place.nodes > 1 else None,
             store_host=job.place.host,
             store_port=meeting.store.port,
             store_prefix=prefix(job.place.nonce),
@@ -289,6 +297,7 @@ def describe(job: Job, meeting: Meeting) -> dict[str, object]:
         "nodes": job.place.nodes,
         "host": socket.gethostname(),
         "world_size": meeting.world_size,
+        "seats": [seat.node for seat in meeting.seats],
         "device": meeting.device,
         "backend": meeting.backend,
         "realtime": meeting.realtime,

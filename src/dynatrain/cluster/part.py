@@ -79,6 +79,11 @@ class Part:
         return tuple(member for member in self.world if member in self._ranks)
 
     @property
+    def kept(self) -> tuple[int, ...]:
+        """Members of the world on this node, and its spares."""
+        return (*self.members, *sorted(self._spares))
+
+    @property
     def bound(self) -> tuple[int, ...]:
         """Those whose end the run answers for: while the ranks are asked, a leaver may have left already."""
         asked = self.summons is not None and self.summons.stage == "asked"

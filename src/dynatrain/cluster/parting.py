@@ -1,9 +1,9 @@
 """Hosts that leave a run: when that begins, what becomes of their ranks, and when the run had better stop. Pure.
 
 SIGTERM on one agent of several is the notice that its machine will be taken away: its ranks hand their state to the
-others, and it ends. SIGTERM on all is the wish to end the run. Which of the two it is shows in who else was told: node
-0's agent leads, and cannot leave, so where it is told as well the run stops. The others are waited for a moment, so
-that those who were told together leave together.
+others, and it ends. SIGTERM on all is the wish to end the run. Which of the two it is shows in who else was told; the
+others are waited for a moment, so that those who were told together leave together. The agent that leads leaves
+otherwise: its ranks and the others' stop, saved, and go on without it (:mod:`dynatrain.cluster.heirs`).
 """
 
 from collections.abc import Callable, Collection

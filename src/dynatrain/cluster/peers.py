@@ -16,8 +16,9 @@ class Status:
 
     Attributes:
         number: grows with every message.
-        state: ``running``; ``stopping`` (asked to by ``signal``); ``leaving`` (its host was told to go); ``left`` (and
-            it has gone, the run goes on); ``failed`` (``reason``); ``done``.
+        state: ``running``; ``stopping`` (asked to by ``signal``); ``leaving`` (its host was told to go); ``handing``
+            (of the agent that leads: its host leaves, and the others go on when the ranks have stopped, saved);
+            ``left`` (and it has gone, the run goes on); ``failed`` (``reason``); ``done``.
         signal: why it stops.
         reason: why it failed.
         code: how its ranks have ended.
@@ -28,7 +29,7 @@ class Status:
     """
 
     number: int = 0
-    state: Literal["running", "stopping", "leaving", "left", "failed", "done"] = "running"
+    state: Literal["running", "stopping", "leaving", "handing", "left", "failed", "done"] = "running"
     signal: int = 0
     reason: str = ""
     code: int = 0
@@ -140,6 +141,17 @@ class Peers:
         """Whether another agent has gone by itself, or is silent for longer than ``patience`` seconds."""
         status = self._seen[node]
         return status.state == "left" or self._clock() - self._changed[node] > patience
+
+    @property
+    def staying(self) -> tuple[int, ...]:
+        """The nodes whose hosts were not told to go."""
+        going = {"leaving", "handing"}
+        return tuple(node for node, status in sorted(self.everyone.items()) if status.state not in going)
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether the agent that leads has said that its host leaves, and the others go on."""
+        return any(status.state == "handing" for status in self._seen.values())
 
     def any_done(self) -> bool:
         """Whether all ranks of some other node have ended well."""

@@ -18,6 +18,7 @@ class Ranks:
     def __init__(self, spawner: Spawner) -> None:
         self._spawner = spawner
         self._forked: list[int] = []
+        self.slots: dict[int, int] = {}
         self.pids: dict[int, int] = {}
         self.halted: set[int] = set()
         self.ends: dict[int, Report] = {}
@@ -26,6 +27,7 @@ class Ranks:
         """Start some."""
         for context in contexts:
             self._forked.append(context.member)
+            self.slots[context.member] = context.local_rank
             self._spawner.fork(context)
 
     def note(self, report: Report) -> None:

@@ -59,6 +59,7 @@ def take_seat(context: RankContext) -> Iterator[Seat]:
             joins=context.joins,
             alarm=Alarm(run, joins=context.joins),
         )
+        worlds.say_node(context.node)
         yield Seat(context=context, board=worlds.requests, worlds=worlds, heart=heart, store=groups)
 
 

@@ -126,6 +126,12 @@ class Vitals:
         ended = not set(members) & set(self._ranks.living) and not undecided
         return ended and (bool(members) or self._peers.any_done())
 
+    @property
+    def ended_well(self) -> bool:
+        """Whether all members of this node, at least one, have ended, and none badly."""
+        ends = self._ends()
+        return bool(ends) and len(ends) == len(self._part.members) and not any(map(ended_badly, ends))
+
     def code(self) -> int:
         """:data:`SAVED` where the ranks say that they have stopped saved; else 0."""
         if not self._part.members:

@@ -3,7 +3,7 @@
 The run's own board (requests, answers, beats) outlives all worlds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch.distributed import PrefixStore, Store
@@ -81,6 +81,16 @@ class Worlds:
         """The run's board."""
         return Board(self.run, self.world_size)
 
+    def say_node(self, node: int) -> None:
+        """Tell the other members on which node this one is: before it joins any of them."""
+        self.requests.post(_node_key(self.member), str(node))
+
+    def nodes(self, members: Iterable[int]) -> tuple[int, ...]:
+        """The node of each of ``members``, who are of one world; empty where they have not said."""
+        board = self.requests
+        said = [board.peek(_node_key(member)) for member in members]
+        return tuple(int(node) for node in said if node is not None) if None not in said else ()
+
     def board(self) -> Board:
         """The board of the world in which this process begins."""
         return self.world(self.generation, self.world_size)
@@ -96,3 +106,7 @@ class Worlds:
     def _broken(self, generation: int) -> Broken:
         alarm = self.alarm
         return lambda: alarm.words(generation) if alarm else ""
+
+
+def _node_key(member: int) -> str:
+    return f"node/{member}"

@@ -196,6 +196,11 @@ class Loss(Section):
     them at once, and is scaled back to the layout before as soon as that is done; 0 for none."""
 
 
+STEPS_BETWEEN = 3
+"""Fewest steps from one scheduled switch to the next: a switch is decided in the first step of its layout, and the next
+is announced two steps before its own."""
+
+
 class Switch(Section):
     """One scheduled change of layout."""
 

@@ -11,7 +11,7 @@ from dynatrain.observe.fields import Rule, count, problems_of, text
 from dynatrain.observe.objects import ObjectError, read_object
 
 _FILE = "join.json"
-_RULES: Rule = {"host": text, "port": count, "secret": text}
+_RULES: Rule = {"host": text, "port": count, "secret": text, "attempt": count}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +22,13 @@ class Address:
         host: where the run's store listens.
         port: its port.
         secret: what proves that somebody belongs to the run.
+        attempt: of the agent that hosts it: after another has taken the run over, an older one is nobody's.
     """
 
     host: str
     port: int
     secret: str
+    attempt: int = 0
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:

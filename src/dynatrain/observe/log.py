@@ -5,7 +5,8 @@ its first agent) and the fields of its kind. ``member`` is a rank's number in th
 place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
 
 ==================  =========================================================================================
-``agent_started``   ``pid, node, nodes, host, world_size, device, backend, realtime, note``
+``agent_started``   ``pid, node, nodes, host, world_size, seats, device, backend, realtime, note``; ``seats`` are the
+                    nodes of the first world's ranks, by rank
 ``ranks_started``   ``ranks, pids, seconds {server, fork}``: start to ready, then to all local ranks forked
 ``rank_stopped``    ``rank, member, pid, signal``: halted by a signal, for example SIGSTOP; not an end yet
 ``rank_continued``  ``rank, member, pid``
@@ -24,6 +25,10 @@ place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
 ``join_refused``    ``who, reason``: another was not taken in
 ``host_leaves``     ``node, seconds``: a signal has told the agent that its host goes, and in how many seconds
 ``host_left``       ``node``: that agent has ended, and the run goes on without its host
+``lead_lost``       ``node, reason``: this node's agent has lost the one that leads, and ended its ranks
+``succession``      ``hosts, world_size, layout, note, seconds``: this agent leads from here on, with these hosts;
+                    ``seconds`` since it found the one before gone
+``deposed``         ``reason``: an agent that was taken for dead sees that it was followed, and ends
 ``run_failed``      ``reason``: the first cause; the run ends with exit code 3
 ``agent_ended``     ``exit, seconds``: nothing of the run is left on this node
 ``save``            ``step, outcome, message``: a checkpoint is complete, or could not be made
@@ -62,6 +67,9 @@ KINDS = frozenset(
         "request",
         "answer",
         "signal",
+        "lead_lost",
+        "succession",
+        "deposed",
         "run_failed",
         "agent_ended",
         "crossing",
@@ -85,6 +93,12 @@ KINDS = frozenset(
 )
 """All kinds of lines; the table above says what each tells."""
 
+
+def _counts_or_none(value: object) -> bool:
+    """Seats, which older versions did not tell."""
+    return value is None or (isinstance(value, list) and all(map(count, value)))
+
+
 _NEEDED: dict[str, Rule] = {"time": number, "kind": text}
 _NEEDED_OF: dict[str, dict[str, Rule]] = {
     "step": {"step": count, "loss": number, "tokens_per_second": number, "seconds": number, "layout": text},
@@ -92,7 +106,7 @@ _NEEDED_OF: dict[str, dict[str, Rule]] = {
     "switch": {"switch": count, "phase": text},
     "save": {"step": count, "outcome": text},
     "loss": {"step": count, "now": count, "why": text},
-    "agent_started": {"world_size": count, "nodes": count},
+    "agent_started": {"world_size": count, "nodes": count, "seats": _counts_or_none},
     "lent": {"places": lambda value: isinstance(value, str)},
     "parking": {"step": count, "parked": flag},
     "crossing": {"world": count, "stage": text, "members": [count], "nodes": [count], "layout": text},

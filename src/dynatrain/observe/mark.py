@@ -1,7 +1,7 @@
 """Which process drives a run: the mark in ``agent.json``, and the sign of life that keeps it valid.
 
 On its own host an agent is looked at by its process number. From other hosts only files can be seen: an agent touches
-``agent.lease`` every few seconds (:class:`Lease`), and the mark of one that has not for :data:`LEASE_SECONDS` binds
+``agent.lease`` every second (:class:`Lease`), and the mark of one that has not for :data:`LEASE_SECONDS` binds
 nobody.
 """
 
@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -23,7 +24,7 @@ MARK = "agent.json"
 _TOUCHED = "agent.lease"
 LEASE_SECONDS = 60.0
 """Silence of an agent on another host after which it is gone. Clocks of hosts have to agree better than that."""
-TOUCH_SECONDS = 5.0
+TOUCH_SECONDS = 1.0
 
 Liveness = Literal["alive", "ended", "gone", "elsewhere"]
 """An agent's process runs; has ended and said how; was killed, or has been silent for too long on another host; or has
@@ -117,6 +118,21 @@ def silence(folder: Path) -> float:
     return max(0.0, time.time() - max(signs, default=time.time()))
 
 
+def last_sign(folder: Path) -> int:
+    """When the agent of a run has touched its lease last, in nanoseconds, by the disk's clock; 0 where it never has.
+
+    The file is opened: a network disk then asks its server, and does not answer from what it remembers.
+    """
+    try:
+        handle = os.open(folder / _TOUCHED, os.O_RDONLY)
+    except FileNotFoundError:
+        return 0
+    try:
+        return os.fstat(handle).st_mtime_ns
+    finally:
+        os.close(handle)
+
+
 class Lease:
     """Gives signs of life, in a thread, and sees whether another agent has put its mark in the place of ours.
 
@@ -142,16 +158,20 @@ class Lease:
         self._over.set()
         self._thread.join(1.0)  # longer only where the disk hangs
 
+    def look(self) -> str:
+        """:attr:`lost`, as the folder says it at this moment: for whoever was halted, and is not any more."""
+        with suppress(OSError, MarkError):  # a disk that is away for a while says nothing
+            found = AgentMark.read(self._folder)
+            if found is not None and found != self._mark:
+                self._lost = f"process {found.pid} on {found.host} has taken the run over"
+        return self._lost
+
     def _keep(self) -> None:
         while not self._over.wait(TOUCH_SECONDS):
-            try:
-                found = AgentMark.read(self._folder)
-                if found is not None and found != self._mark:
-                    self._lost = f"process {found.pid} on {found.host} has taken the run over"
-                    return
+            if self.look():
+                return
+            with suppress(OSError):  # where the disk is away for too long, the next agent finds us silent
                 (self._folder / _TOUCHED).touch()
-            except (OSError, MarkError):
-                continue  # a disk that is away for a while; where it is for too long, the next agent finds us silent
 
 
 def _damaged(what: str) -> str:

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -288,6 +288,13 @@ class Inbox:
         """Answer everything that is still open with ``failed``: nobody is left to do it."""
         for request_id in self._unanswered():
             self.answer(request_id, self._unsaid.get(request_id, Answer(outcome="failed", message=message)))
+
+    def turn_down(self, arguments: Collection[str], message: str) -> None:
+        """Answer what is still open and has one of these arguments with ``refused``."""
+        for request_id in self._unanswered():
+            _, request = self._read(request_id)
+            if request is not None and not request.arguments.keys().isdisjoint(arguments):
+                self.answer(request_id, Answer(outcome="refused", message=message))
 
     def _unanswered(self) -> list[str]:
         """Ids without an answer, oldest file first; none while the folder cannot be read."""

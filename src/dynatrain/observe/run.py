@@ -247,6 +247,27 @@ class RunFolder:
             raise self._unwritable(error) from error
         return mark
 
+    def succeed(self, attempt: int) -> AgentMark | None:
+        """Make this process the run's agent in the place of one that is gone, if no other has been faster.
+
+        Args:
+            attempt: of the one that is gone.
+
+        Returns:
+            None where the run has another agent already, or has ended.
+
+        Raises:
+            OSError: the folder cannot be written.
+            MarkError: ``agent.json`` was damaged.
+        """
+        with self._locked():
+            last = self.agent()
+            if last is None or last.attempt != attempt or last.exit is not None:
+                return None
+            mark = AgentMark.mine(attempt + 1)
+            mark.write(self.path)
+        return mark
+
     def _driven(self, last: AgentMark, state: Liveness) -> str:
         said = f"Run {self.name} is driven by process {last.pid} on {last.host}; one run has one agent. "
         if state == "alive":

@@ -10,7 +10,7 @@ from typing import Any
 
 from dynatrain.config.errors import ConfigError
 from dynatrain.config.own import TOKENIZER
-from dynatrain.config.run import Model, RunConfig
+from dynatrain.config.run import STEPS_BETWEEN, Model, RunConfig
 from dynatrain.data.corpus import already_tokenised
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
@@ -185,12 +185,13 @@ def _schedule_problems(config: RunConfig) -> list[str]:
         name = "steps" if config.optimizer.decay_steps is None else "optimizer.decay_steps"
         limit = f"at most {name} = {decay}"
         problems.append(f"optimizer.warmup_steps = {_warmup(config)}: {limit}")
-    before = 0
+    before = None
     for i, switch in enumerate(config.switch):
         if switch.step >= config.steps:
             problems.append(f"switch.{i}.step = {switch.step}: below steps = {config.steps}")
-        if switch.step <= before:
-            problems.append(f"switch.{i}.step = {switch.step}: above the switch before it, at step {before}")
+        if before is not None and switch.step < before + STEPS_BETWEEN:
+            rule = f"{STEPS_BETWEEN} steps or more behind the switch before it, at step {before}"
+            problems.append(f"switch.{i}.step = {switch.step}: {rule}; nearest: {before + STEPS_BETWEEN}")
         before = switch.step
         whole, rest = divmod(config.batch.global_sequences, config.batch.micro_sequences)
         if switch.after_micro_batches >= whole and not rest:

@@ -122,8 +122,7 @@ class Keeping:
         self._keeps = keeps
         self._series = series
         self._told = told
-        each = party.ranks_per_node or party.world_size
-        self._keepers = keepers(world.catalogue, world.ownership, [rank // each for rank in party.everyone])
+        self._keepers = keepers(world.catalogue, world.ownership, party.nodes)
         self._boxes = {
             rank: kept_boxes(world.catalogue, world.ownership, rank)
             for rank in (party.rank, *self._keepers.wards(party.rank))

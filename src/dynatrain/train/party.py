@@ -106,6 +106,13 @@ class Party:
         """Where requests are put up: on the run's own board, which outlives worlds."""
         return self.worlds.requests if self.worlds else self.board
 
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank: as the members have said, else as ``ranks_per_node`` shares the ranks out."""
+        each = self.ranks_per_node or self.world_size
+        said = self.worlds.nodes(self.members) if self.worlds else ()
+        return said or tuple(rank // each for rank in self.everyone)
+
     def enter(self, other: "Party") -> None:
         """Go on in another world, whose party ``other`` is: who this rank is and where it agrees change, no more."""
         self.rank, self.world_size, self.generation = other.rank, other.world_size, other.generation

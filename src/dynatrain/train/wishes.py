@@ -1,5 +1,6 @@
 """What is asked of a job and not yet begun: scheduled switches, requests on the board, and the loop's own wishes."""
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -7,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dynatrain.cluster.board import Board
+from dynatrain.config.run import STEPS_BETWEEN
 from dynatrain.train.order import Order
 
 LEAD_STEPS = 2
@@ -22,6 +24,10 @@ def check_schedule(schedule: Mapping[int, str], inside: Mapping[int, int]) -> No
         ValueError: every problem, with the nearest that can.
     """
     problems = [f"schedule has step {at}: a job begins in its first layout; nearest: 1" for at in schedule if at < 1]
+    for one, other in itertools.pairwise(sorted(schedule)):
+        if other < one + STEPS_BETWEEN:
+            rule = f"{STEPS_BETWEEN} or more behind the one before, which is {one}"
+            problems.append(f"schedule has step {other}: {rule}; nearest: {one + STEPS_BETWEEN}")
     for at, after in inside.items():
         if at not in schedule:
             near = min(schedule, key=lambda other: abs(other - at), default=None)

@@ -101,8 +101,9 @@ def _nodes(world: RunWorld, hosts: tuple[str, ...]) -> list[int]:
     if 0 in nodes:
         ranks = " ".join(map(str, world.on([0])))
         raise MistakeError(
-            "Node 0 leads the run and holds its store: it cannot leave while the run goes on. Nearest: dynatrain stop, "
-            f"which saves; or --rank {ranks}, which frees it of its ranks."
+            "Node 0 leads the run and holds its store: it is not drained while the run goes on. Nearest: SIGTERM to "
+            "its agent, after which others lead; dynatrain stop, which saves; or "
+            f"--rank {ranks}, which frees it of its ranks."
         )
     return sorted(nodes)
 

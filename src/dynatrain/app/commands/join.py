@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+from functools import partial
 from typing import Annotated
 
 import tyro
@@ -11,6 +12,8 @@ from dynatrain.app.cli import call
 from dynatrain.app.mistake import MistakeError
 from dynatrain.app.output import emit
 from dynatrain.app.prints import prints_of
+from dynatrain.app.resize import layout_of_size
+from dynatrain.app.resume import take_up
 from dynatrain.app.runs import config_of, find_run
 from dynatrain.app.start import ENTRY, grace_of
 from dynatrain.cluster.claim import Claim
@@ -79,6 +82,10 @@ def join(
         grace_seconds=grace_of(checked.config),
         drain_seconds=world.grace,
         interface=interface or world.interface,
+        spares=world.spares,
+        resize=partial(layout_of_size, checked),
+        replacements=checked.config.loss.replacements,
+        take_up=take_up,
     )
     if json:
         emit({"run": str(folder.path), "place": claim.place, "exit": code})
