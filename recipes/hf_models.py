@@ -1,11 +1,15 @@
 """Models of ``transformers`` whose layout changes while they train: Llama, Qwen3 with experts, GPT-2.
 
 ``torchrun --nproc-per-node=2 recipes/hf_models.py llama`` (or ``qwen3_moe``, ``gpt2``). Tensor parallelism is the
-model's own ``tp_plan``, applied by ``transformers``; data parallelism is FSDP2. The weights are tiny and random.
+model's own ``tp_plan``, applied by ``transformers``, and DTensors for GPT-2, which has no plan; data parallelism is
+FSDP2. The weights are tiny and random.
 """
 
+import math
 import re
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +17,7 @@ import torch.nn.functional as F
 from dynatrain import Switcher
 from dynatrain.layout.text import print_layout
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -31,13 +35,28 @@ def make_qwen3_moe():
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, **GROUPED))
 
 
-def make_gpt2():  # drops activations; has no tp_plan
+def make_gpt2():  # drops activations: of each layout its own, as with any other change of what ranks compute
     return GPT2LMHeadModel(GPT2Config(**COMMON))
 
 
-MODELS = {"llama": make_llama, "qwen3_moe": make_qwen3_moe, "gpt2": make_gpt2}
-# transformers packs gate and up of all experts in one parameter, of which a tp rank has a part of each.
-SEGMENTS = {"qwen3_moe": {"mlp.experts.gate_up_proj": {"mlp.experts.gate_proj": 12, "mlp.experts.up_proj": 12}}}
+def make_gpt2_without_dropout():
+    return GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **COMMON))
+
+
+MODELS = {
+    "llama": make_llama,
+    "qwen3_moe": make_qwen3_moe,
+    "gpt2": make_gpt2,
+    "gpt2_without_dropout": make_gpt2_without_dropout,
+}
+# Several tensors in one parameter, of which a tp rank has a part of each: gate and up of all experts in transformers'
+# own modules; queries, keys and values (rows, heads) in GPT-2's.
+QKV = {"attn.c_attn": {f"attn.{name}": (16, 4) for name in ("q", "k", "v")}}
+SEGMENTS = {
+    "qwen3_moe": {"mlp.experts.gate_up_proj": {"mlp.experts.gate_proj": 12, "mlp.experts.up_proj": 12}},
+    "gpt2": QKV,
+    "gpt2_without_dropout": QKV,
+}
 
 
 def tp_plan(model):
@@ -51,13 +70,52 @@ def tp_plan(model):
     return plan
 
 
+def dealt(value, outer, inner):
+    """``outer`` parts along the last dim, each of ``inner``, as ``inner`` parts, each of ``outer``."""
+    return value.unflatten(-1, (outer, inner, -1)).transpose(-3, -2).flatten(-3)
+
+
+def cut(conv, mesh, *, columns, fused=1):
+    """Tensor parallelism of a ``Conv1D``, whose weight is [in, out]."""
+    placements = {"weight": Shard(1 if columns else 0), "bias": Shard(0) if columns else Replicate()}
+
+    def partition(_name, module, mesh):
+        for name, param in list(module.named_parameters()):
+            value = dealt(param.detach(), fused, mesh.size()) if fused > 1 else param.detach()
+            module.register_parameter(name, torch.nn.Parameter(distribute_tensor(value, mesh, [placements[name]])))
+
+    def enter(_module, args, mesh):
+        return tuple(DTensor.from_local(x, mesh, [Replicate() if columns else Shard(-1)]) for x in args)
+
+    def leave(_module, out, _mesh):
+        return (out if columns else out.redistribute(placements=[Replicate()])).to_local()
+
+    distribute_module(conv, mesh, partition, enter, leave)
+
+
+def apply_tp(model, mesh):
+    heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
+    if heads % mesh.size():  # nobody else looks into a forward
+        near = math.gcd(heads, mesh.size())
+        raise ValueError(f"tp{mesh.size()} does not divide the {heads} key/value heads; nearest is tp{near}")
+    if model.tp_plan:
+        apply_tensor_parallelism(model, mesh, tp_plan(model))
+        model.tie_weights()
+        return
+    for block in model.transformer.h:
+        block.attn.split_size //= mesh.size()
+        cut(block.attn.c_attn, mesh, columns=True, fused=3)
+        cut(block.mlp.c_fc, mesh, columns=True)
+        for conv in (block.attn.c_proj, block.mlp.c_proj):
+            cut(conv, mesh, columns=False)
+
+
 def make_build(make):
     def build(mesh, layout):
         model = make().double()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if layout.size("tp") > 1:
-            apply_tensor_parallelism(model, mesh["tp"], tp_plan(model))
-            model.tie_weights()
+            apply_tp(model, mesh["tp"])
         blocks = getattr(model.base_model, "layers", None) or model.base_model.h
         for module in (*blocks, model):
             fully_shard(module, mesh=mesh["dp", "fsdp"])
@@ -75,14 +133,29 @@ def batch(step, mesh):
     return tokens[number * share :][:share]
 
 
-def save(model, folder):
-    """What ``from_pretrained`` reads, from any layout; all ranks call it."""
-    whole = {}  # by identity, so that a tied weight stays one
-    for value in model.state_dict(keep_vars=True).values():
-        whole[id(value)] = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-    if dist.get_rank() == 0:
-        state = {name: whole[id(value)] for name, value in model.state_dict(keep_vars=True).items()}
-        model.save_pretrained(folder, state_dict=state)
+def put_together(name, value, tp, path):
+    """The whole tensor, on rank 0 and in a file, which is memory that the system can take back."""
+    whole = value.detach()
+    if isinstance(value, DTensor):
+        whole = whole.full_tensor()
+    if dist.get_rank() > 0:
+        return None
+    if "attn.c_attn." in name:
+        whole = dealt(whole, tp, 3)
+    return torch.from_file(str(path), shared=True, size=whole.numel(), dtype=whole.dtype).view(whole.shape).copy_(whole)
+
+
+def save(model, folder, tp):
+    """What ``from_pretrained`` reads, from any layout; all ranks call it. One tensor at a time is whole in memory."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        state, wholes = {}, {}  # by identity, so that a tied weight stays one
+        for name, value in model.state_dict(keep_vars=True).items():
+            if id(value) not in wholes:
+                wholes[id(value)] = put_together(name, value, tp, Path(scratch) / name)
+            state[name] = wholes[id(value)]
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder, state_dict=state)
 
 
 def main(name="llama", layout="fsdp2", switches=((3, "tp2"), (6, "fsdp2")), folder=None):
@@ -104,7 +177,7 @@ def main(name="llama", layout="fsdp2", switches=((3, "tp2"), (6, "fsdp2")), fold
         if dist.get_rank() == 0:
             sys.stdout.write(f"step {step} {print_layout(sw.layout)} loss {loss:.15f}\n")
     if folder:
-        save(sw.model, folder)
+        save(sw.model, folder, sw.layout.size("tp"))
     dist.destroy_process_group()
     return seen
 

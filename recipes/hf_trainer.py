@@ -1,8 +1,7 @@
 """Hugging Face's ``Trainer``, unchanged, over a model whose layout changes while it trains; needs ``accelerate``.
 
-``torchrun --nproc-per-node=2 recipes/hf_trainer.py``. The trainer holds a stand-in that passes everything on to the
-model of the moment; a callback takes switches at its step edges. It deals batches out over all ranks, so layouts are of
-dp and fsdp; a step that a failed switch takes back is a batch without an update, as a trainer comes back to none.
+``torchrun --nproc-per-node=2 recipes/hf_trainer.py``. The trainer holds stand-ins that pass everything on to what the
+layout of the moment has. It deals batches out over all ranks, so layouts are of dp and fsdp.
 """
 
 import sys
@@ -10,9 +9,8 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from dynatrain import Switcher
+from dynatrain import Switcher, stand_ins
 from dynatrain.layout.text import print_layout
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -20,53 +18,17 @@ VOCAB, STEPS = 48, 9
 CONFIG = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 
 
-class StandIn(nn.Module):
-    """What the trainer holds for the model."""
-
-    is_distributed_loading_by_transformers = True  # it is sharded: to be wrapped and moved by nobody
+class Seen(TrainerCallback):
+    """Keeps each step's layout and loss."""
 
     def __init__(self, sw):
-        super().__init__()
-        object.__setattr__(self, "sw", sw)
-
-    def __getattr__(self, name):
-        return getattr(self.sw.model, name)
-
-    def forward(self, input_ids, labels):
-        return self.sw.model(input_ids=input_ids, labels=labels, use_cache=False)
-
-    def named_parameters(self, *args, **options):
-        return self.sw.model.named_parameters(*args, **options)
-
-    def named_modules(self, *args, **options):
-        return self.sw.model.named_modules(*args, **options)
-
-    def named_children(self):
-        return self.sw.model.named_children()
-
-    def state_dict(self, *args, **options):
-        return self.sw.model.state_dict(*args, **options)
-
-    def train(self, mode=True):
-        return self.sw.model.train(mode)
-
-
-class Switching(TrainerCallback):
-    """Takes switches between the trainer's steps, and gives it the optimizer and the schedule of the new layout."""
-
-    def __init__(self, sw):
-        self.sw, self.trainer, self.steps, self.seen = sw, None, None, []
-
-    def on_step_begin(self, args, state, control, **_):
-        self.steps = self.steps or self.sw.steps(until=state.max_steps)
-        next(self.steps)
-        self.trainer.optimizer.optimizer = self.sw.optimizer  # inside accelerate's wrapper
-        self.trainer.lr_scheduler = self.sw.state["lr"]
+        self.sw, self.steps = sw, []
 
     def on_log(self, args, state, control, logs=None, **_):
         if "loss" in logs:
-            self.seen.append((print_layout(self.sw.layout), logs["loss"]))
-            sys.stdout.write(f"step {state.global_step} {self.seen[-1]}\n")
+            self.steps.append((print_layout(self.sw.layout), logs["loss"]))
+            if state.is_world_process_zero:
+                sys.stdout.write(f"step {state.global_step} {self.steps[-1]}\n")
 
 
 def build(mesh, _layout):
@@ -102,14 +64,13 @@ def main(layout="fsdp2", switches=((3, "dp2"), (6, "fsdp2"))):
             disable_tqdm=True,
             ddp_backend="gloo",
         )
-        switching = Switching(sw)
-        model, optimizers = StandIn(sw), (sw.optimizer, sw.state["lr"])
-        trainer = Trainer(model, args, train_dataset=samples(), optimizers=optimizers, callbacks=[switching])
-        switching.trainer = trainer
+        model, *optimizers = stand_ins(sw, "lr")
+        seen = Seen(sw)
+        trainer = Trainer(model, args, train_dataset=samples(), optimizers=tuple(optimizers), callbacks=[seen])
         trainer.train()
     norm = sum(param.detach().full_tensor().square().sum().item() for param in sw.model.parameters())
     dist.destroy_process_group()
-    return [*switching.seen, ("end", norm)]
+    return [*seen.steps, ("end", norm)]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from tests.dist.foreign import whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 DATA = ("dp", "fsdp")
 DTYPES = ("complex64", "complex128", "uint16", "uint64", "float8_e4m3fn", "float8_e8m0fnu")
@@ -55,6 +56,21 @@ def reversed_mesh(mesh, layout):
     net = nn.Linear(4, 8, bias=False)
     mine = DeviceMesh("cpu", [1, 0], mesh_dim_names=("fsdp",)) if layout.size("fsdp") > 1 else mesh[DATA]
     fully_shard(net, mesh=mine)
+    return net, torch.optim.SGD(net.parameters())
+
+
+def on_an_axis_of_its_own(mesh, _layout):
+    """Cut over an axis that no layout knows: nothing says where its parts go in the next one."""
+    net = nn.Linear(4, 8, bias=False)
+    rows = DeviceMesh("cpu", [0, 1], mesh_dim_names=("rows",))
+    net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), rows, [Shard(0)]))
+    net.other = fully_shard(nn.Linear(2, 2), mesh=mesh[DATA])
+    return net, torch.optim.SGD(net.parameters())
+
+
+def with_a_pending_sum(mesh, _layout):
+    net = fully_shard(nn.Linear(4, 8), mesh=mesh[DATA])
+    net.register_buffer("total", DTensor.from_local(torch.zeros(4), mesh["fsdp"], [Partial()], run_check=False))
     return net, torch.optim.SGD(net.parameters())
 
 

@@ -7,8 +7,11 @@ __version__ = "0.1.0"
 
 _FACES = {
     "Switcher": "dynatrain.train.switcher",
+    "stand_ins": "dynatrain.train.stand_ins",
     "Saves": "dynatrain.train.saving",
     "Promise": "dynatrain.execute.promise",
+    "EngineTarget": "dynatrain.train.publisher",
+    "PublishError": "dynatrain.train.publishing",
     "RunHandle": "dynatrain.app.handle",
     "RunAgent": "dynatrain.app.held",
 }

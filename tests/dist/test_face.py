@@ -14,11 +14,13 @@ from tests.faces import (
     draws,
     facts,
     hook_the_reduction,
+    on_an_axis_of_its_own,
     put_a_main_grad,
     put_a_tensor,
     reversed_mesh,
     seeds,
     set_up,
+    with_a_pending_sum,
 )
 
 
@@ -37,6 +39,12 @@ AT_START = {
     "a build that draws": (draws, "fsdp2", ["draws from", "random streams"]),
     "a plain tensor": (build_with(make=Attribute), "fsdp2", ["freqs: plain tensors", "register buffers"]),
     "an unknown type": (build_with(make=Half), "fsdp2", ["table: buffer has dtype complex32", "float8_e4m3fn"]),
+    "of no layout": (
+        on_an_axis_of_its_own,
+        "fsdp2",
+        ["weight: axis rows shards it; only ep, etp, tp, efsdp, fsdp may"],
+    ),
+    "a pending sum": (with_a_pending_sum, "fsdp2", ["total: its value is a pending sum over axis fsdp"]),
     "no dp": (build_with(axes=("fsdp",)), "dp2", ["out.weight: nothing reduces its gradient over dp", "'own'"]),
 }
 

@@ -13,8 +13,10 @@ from dynatrain.app.main import main
 from dynatrain.app.mistake import MistakeError
 from dynatrain.app.predicted import predict, seconds_of
 from dynatrain.app.resize import layout_of_size
-from dynatrain.app.runs import RunWorld
+from dynatrain.app.resume import take_up
+from dynatrain.app.runs import RunWorld, config_of
 from dynatrain.config.load import load_config
+from dynatrain.config.run import Switch
 from dynatrain.config.toml import to_toml
 from dynatrain.layout.form import LayoutError
 from dynatrain.observe.log import Log
@@ -278,3 +280,25 @@ def test_a_join_that_does_not_say_where_and_with_what_is_refused(call, monkeypat
     code, _, err = call("join", *words)
     assert code == 2
     assert all(text in err for text in said), err
+
+
+def test_status_knows_where_the_ranks_are_where_nodes_have_not_equally_many(run):
+    with Log(run.events, generation=0, attempt=1) as log:
+        for node, name in enumerate(("gpu-b", "gpu-c")):
+            log.write("agent_started", world_size=3, nodes=2, seats=[0, 0, 1], node=node, host=name)
+    world = RunWorld.of(run)
+    assert (world.on([0]), world.on([1]), world.ranks_per_node) == ([0, 1], [2], 2)
+    assert world.hosts == {0: "gpu-b", 1: "gpu-c"}
+
+
+def test_a_run_that_is_taken_over_says_in_its_folder_what_its_ranks_go_on_with(tmp_path):
+    config = checked("--layout=fsdp3").config
+    switches = (Switch(step=5, layout="dp2"), Switch(step=9, layout="dp3"))
+    config = config.model_copy(update={"switch": switches})
+    run = RunFolder.create(tmp_path / "runs" / "two", config=to_toml(config), environment={})
+    note = take_up(run, "tp2")
+    assert "going on from step 0 (its beginning: nothing was saved), in tp2" in note
+    assert "left out: of step 9" in note
+    again = config_of(run)
+    assert (again.layout, again.world.size, [one.step for one in again.switch]) == ("tp2", 2, [5])
+    check_run(again)

@@ -1,5 +1,6 @@
 """Reading a run's folder: its configuration, its progress, its switches."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -99,7 +100,7 @@ class RunWorld:
                     found,
                     generation=0,
                     members=tuple(range(len(seats))),
-                    ranks_per_node=max(map(seats.count, seats)) if nodes > 1 else None,
+                    ranks_per_node=max(Counter(seats).values(), default=1) if nodes > 1 else None,
                     nodes=seats,
                     lent="",
                     parked=None,

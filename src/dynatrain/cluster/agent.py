@@ -132,12 +132,13 @@ class Agent:
             self._log.write("deposed", reason=lost)
             self._job.announce(f"This agent was taken for dead, and ends with its ranks: {lost}.")
             return FAILED
-        lost = "" if self._stop_code else self._bond.lost()  # one that stops ends with it
-        if lost and (
-            (self._leaving and self._peers.handed_over) or (self._vitals.ended_well and not self._vitals.code())
-        ):
+        lost = self._bond.lost()
+        if lost and self._leaving and self._peers.handed_over:
             return 0
-        if lost and self._abandon(lost):
+        code = self._vitals.code()
+        if lost and self._vitals.ended_well and (not code or self._stop_code or self._bond.is_over):
+            return code  # the agent that leads has been faster
+        if lost and not self._stop_code and self._abandon(lost):
             return None
         self._fail(reason)
         return FAILED
@@ -150,13 +151,11 @@ class Agent:
         self._job.announce(f"The agent that leads is lost: {lost}. This host's ranks end, and begin anew.")
         self._ranks.kill(self._ranks.living)
         end = time.monotonic() + GONE_SECONDS
-        try:
+        with suppress(RunFailedError):  # the fork server is lost, too: then they never are known to have ended
             while self._ranks.living and time.monotonic() < end:
                 for report in self._receive():
                     self._note(report)
                 Interrupts.sleep(0.05, self._spawner)
-        except RunFailedError:
-            return False
         return not self._ranks.living
 
     def _watch(self) -> int:
@@ -291,7 +290,8 @@ class Agent:
         """
         now = time.monotonic()
         late, self._stepped = now - self._stepped > HALTED_SECONDS, now
-        if lost := self._job.tenure.look() if late else self._job.tenure.lost:
+        lost = self._job.tenure.look() if late else self._job.tenure.lost
+        if lost and not self._handing_end:  # else it is as it should be
             raise RunFailedError(lost)
 
     def _follow_stop(self) -> None:

@@ -1,5 +1,7 @@
 """What binds an agent to the one that leads: whether that is still there, and what the agent goes on with if not."""
 
+from contextlib import suppress
+
 from dynatrain.cluster.heart import read_beat
 from dynatrain.cluster.meeting import Job, Meeting, RunFailedError
 from dynatrain.cluster.part import Part
@@ -8,6 +10,7 @@ from dynatrain.cluster.place import PlaceError
 from dynatrain.cluster.ranks import Ranks
 from dynatrain.cluster.succession import Heir, heir_of
 from dynatrain.cluster.tie import Tie
+from dynatrain.observe.mark import MarkError
 
 TIE_SECONDS = 0.5
 """For the news that the store is lost to come behind what follows from it."""
@@ -60,6 +63,14 @@ class Bond:
         if self._peers.handed_over:
             return "its host leaves the run"
         return self._tie.wait(TIE_SECONDS) or self._peers.silent(self._job.liveness_seconds).get(0, "")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the agent that leads has said, in the run's folder, how the run has ended."""
+        with suppress(OSError, MarkError):
+            mark = self._job.run.agent()
+            return mark is not None and mark.attempt == self._meeting.attempt and mark.exit is not None
+        return False
 
     def heir(self) -> Heir:
         """What this agent goes on with, as long as its ranks are known."""

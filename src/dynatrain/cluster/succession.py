@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -342,7 +343,6 @@ def _met(
     """The job with this agent's new place in it, and what the agents have in common."""
     nonce, size = _nonce(attempt), len(seating.seats)
     run = PrefixStore(prefix(nonce), store)
-    node_of = [seat.node for seat in seating.seats]
     place = replace(
         job.place,
         node=seating.nodes[heir.legacy.node],
@@ -367,7 +367,7 @@ def _met(
             for word in (words[old],)
         },
         seats=seating.seats,
-        each=max(map(node_of.count, node_of)),
+        each=max(Counter(seat.node for seat in seating.seats).values()),
         admission=None,
     )
     return replace(job, place=place, world_size=size, layout=seating.layout, attempt=attempt), meeting

@@ -96,7 +96,7 @@ def allocate(path: Path, tensors: Mapping[str, Looks]) -> None:
     Raises:
         OSError: the place is taken, cannot be written, or has too little space.
     """
-    head, size = _header(tensors)
+    head, size = header(tensors)
     with path.open("xb") as file:
         file.write(head)
         file.flush()
@@ -104,14 +104,17 @@ def allocate(path: Path, tensors: Mapping[str, Looks]) -> None:
         os.posix_fallocate(file.fileno(), 0, len(head) + size)
 
 
-def _header(tensors: Mapping[str, Looks]) -> tuple[bytes, int]:
+def header(tensors: Mapping[str, Looks], marks: Mapping[str, str] | None = None) -> tuple[bytes, int]:
     """The bytes before the data, and how many bytes of data follow.
 
-    As the library lays them: without gaps, the longest element types first, then by name.
+    Args:
+        tensors: what is there, by name.
+        marks: what the header says beside that.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(marks or {})}}
     end = 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+    for name in laid_out(tensors):
+        dtype, shape = tensors[name]
         start, end = end, end + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -119,12 +122,17 @@ def _header(tensors: Mapping[str, Looks]) -> tuple[bytes, int]:
     return _LENGTH.pack(len(text)) + text, end
 
 
+def laid_out(tensors: Mapping[str, Looks]) -> list[str]:
+    """Names in the order of the data, as the library lays them: the longest element types first, then by name."""
+    return sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
+
+
 def _entries(path: Path) -> dict[str, _Entry]:
     """What the header says, once the library and we have found nothing wrong with it."""
     what = f"{path} cannot be used"
     try:
-        header, start, size = _read_header(path)
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        found, start, size = _read_header(path)
+        ends = [entry["data_offsets"][1] for name, entry in found.items() if name != "__metadata__"]
         if (needed := start + max(ends, default=0)) > size:
             raise WeightsError(what, (f"it is cut short: its header promises {needed} bytes, it has {size}",))
         with safe_open(path, framework="pt"):
@@ -135,14 +143,14 @@ def _entries(path: Path) -> dict[str, _Entry]:
         raise WeightsError(what, (f"its header is not one of a safetensors file: {error}",)) from None
     unknown = [
         f"{name} is of type {entry['dtype']}; known are {', '.join(_DTYPES)}"
-        for name, entry in header.items()
+        for name, entry in found.items()
         if name != "__metadata__" and entry["dtype"] not in _DTYPES
     ]
     if unknown:
         raise WeightsError(what, tuple(unknown))
     return {
         name: _Entry(_DTYPES[entry["dtype"]], tuple(entry["shape"]), start + entry["data_offsets"][0])
-        for name, entry in header.items()
+        for name, entry in found.items()
         if name != "__metadata__"
     }
 
@@ -158,10 +166,10 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
             rule = f"it is no safetensors file, or cut short inside its header: it has {size} bytes"
             raise WeightsError(what, (rule,))
         try:
-            header = parse_object(file.read(length))
+            found = parse_object(file.read(length))
         except ObjectError as error:
             raise WeightsError(what, (f"its header {error}",)) from None
-    return header, _LENGTH.size + length, size
+    return found, _LENGTH.size + length, size
 
 
 def _mapped(path: Path, entries: Mapping[str, _Entry], flags: int) -> dict[str, Stored]:

@@ -128,3 +128,33 @@ class Fetch:
     granule: Granule
     box: Box
     place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """What a move does to its box on the way: pure, element by element, declared.
+
+    Attributes:
+        cast: element type that it arrives in.
+        transposed: its two dims arrive the other way round.
+    """
+
+    cast: str
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A move into a tensor that is no logical one: where it goes there, and as what. Fusing is the place.
+
+    Attributes:
+        move: of one state, between holders.
+        tensor: name of the target's own tensor.
+        place: the box in it, in the coordinates of the target's part.
+        transform: on the way.
+    """
+
+    move: Move
+    tensor: str
+    place: Box
+    transform: Transform

@@ -266,7 +266,7 @@ class Family:
             sources = self._left.holders(sources)
         if self._ranks_per_node is not None:
             sources = self._on_nodes(cell, sources).get(target // self._ranks_per_node, sources)
-        if len(sources) <= 1:  # after a loss perhaps nobody
+        if len(sources) < 2:  # after a loss perhaps nobody
             return sources, 0
         number = self._number(cell, target, target_cell)
         return sources, self.first + number + number // len(sources)

@@ -186,9 +186,7 @@ class Course:
             self._recorder.announced(order, self._step)
         if order.switches:
             self._attempt = self._prepare(order)
-        # A save asks its questions under the ranks' present numbers, and one at a time.
-        waits = order.verb in {"save", "park"} or bool(order.members)
-        self._start = Start(self._party, order, self._attempt, lambda: waits and self._saver.busy)
+        self._start = Start(self._party, order, self._attempt, lambda: self._saver.holds_up(order))
 
     def _prepare(self, order: Order) -> Attempt:
         """Begin to prepare a switch beside training."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from dynatrain.observe.checkpoints import checkpoint_name
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
+from dynatrain.train.publisher import Publisher
 from dynatrain.train.saving import Saves, Saving
 from dynatrain.train.world import World
 
@@ -42,14 +43,19 @@ class Saver:
         party: this rank.
         saves: how; None where the job is never saved.
         ended: told of every save that has ended.
+        publisher: publishes the job, beside training likewise.
 
     Attributes:
+        publisher: likewise.
         last: how the last save has ended; None before the first.
         saved: the last step that was saved; -1 where none was.
     """
 
-    def __init__(self, party: Party, saves: Saves | None, ended: Sequence[Callable[[Saved], None]]) -> None:
+    def __init__(
+        self, party: Party, saves: Saves | None, ended: Sequence[Callable[[Saved], None]], publisher: Publisher
+    ) -> None:
         self._party = party
+        self.publisher = publisher
         self._saves = saves
         self._ended = ended
         self._under_way: Saving | None = None
@@ -77,6 +83,11 @@ class Saver:
     def busy(self) -> bool:
         """Whether a save is under way; to be asked after :meth:`look`."""
         return self._under_way is not None
+
+    def holds_up(self, order: Order) -> bool:
+        """Whether an order cannot begin yet for what is under way, which counts in the ranks' present numbers."""
+        leaves = order.verb == "park" or bool(order.members)
+        return (leaves and self.publisher.busy) or (self.busy and (leaves or order.verb == "save"))
 
     def require(self) -> None:
         """Refuse to save where there is no place to save to.
@@ -111,10 +122,12 @@ class Saver:
         """Return when nothing that is about to be written is still to be copied."""
         if self._under_way is not None:
             self._under_way.wait_copied()
+        self.publisher.before_a_write()
 
     def cross(self) -> None:
         """In another world saves are counted anew, as its newcomers know of none; none is under way then."""
         self._number = 0
+        self.publisher.cross()
 
     def look(self) -> None:
         """Take note of a save that has ended."""
@@ -122,14 +135,16 @@ class Saver:
             self._note(self._under_way)
 
     def finish(self) -> None:
-        """Wait for the save that is under way."""
+        """Wait for the save that is under way; the state may leave then."""
+        self.publisher.before_a_write()
         if self._under_way is not None:
             assert self._saves is not None
             self._under_way.join(2 * self._saves.deadline)
             self._note(self._under_way)
 
     def give_up(self, why: str) -> None:
-        """End the save that is under way: not all who take part in it are there any more."""
+        """End what is under way: not all who take part in it are there any more."""
+        self.publisher.give_up(why)
         if self._under_way is not None:
             self._under_way.give_up(why)
             self.finish()

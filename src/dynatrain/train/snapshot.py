@@ -22,14 +22,21 @@ class Snapshot:
         tensors: by key.
         budget: bytes of copies that may wait to be taken; one copy larger than it may wait alone. 0 for no bound.
         looks: called behind the copies, each once: what only reads tensors that are not to be written yet.
+        copy: makes the copy of a tensor, on the host.
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], budget: int, looks: Mapping[str, Callable[[], None]] | None = None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        budget: int,
+        looks: Mapping[str, Callable[[], None]] | None = None,
+        *,
+        copy: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor.to("cpu", copy=True),
     ) -> None:
         self._tensors = dict(tensors)
         self._looks = dict(looks or {})
         self._budget = budget
+        self._make = copy
         self._changed = threading.Condition()
         self._copies: dict[str, torch.Tensor] = {}
         self._held = 0
@@ -112,7 +119,7 @@ class Snapshot:
             return partial(self._copy, key, self._tensors.pop(key))
 
     def _copy(self, key: str, tensor: torch.Tensor) -> None:
-        copy = tensor.detach().to("cpu", copy=True)
+        copy = self._make(tensor.detach())
         with self._changed:
             self._copies[key] = copy
 

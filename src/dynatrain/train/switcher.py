@@ -52,6 +52,8 @@ from dynatrain.train.keeping import Keeps
 from dynatrain.train.loading import Rename, load
 from dynatrain.train.parking import ParkedError, Parking
 from dynatrain.train.party import DataParallel
+from dynatrain.train.publisher import Publisher
+from dynatrain.train.publishes import Publishes
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saved, Saver, SavingError
 from dynatrain.train.saving import Saves
@@ -64,7 +66,7 @@ from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
 
 
-class Switcher(Survivable, Handles):
+class Switcher(Survivable, Publishes, Handles):
     """Holds one training job's model and optimizer, and changes their layout while it trains.
 
     Needs an initialised default process group (torchrun, or dynatrain's own agent).
@@ -183,7 +185,8 @@ class Switcher(Survivable, Handles):
 
         try:
             world = begin() if arrival else on_every_rank(party.board, "start", party.rank, begin, timeout=deadline)
-            self._saver = Saver(party, saves, (self._answer_saved, on_saved))
+            self._publisher = Publisher(party)
+            self._saver = Saver(party, saves, (self._answer_saved, on_saved), self._publisher)
             wishes = Wishes(party.requests, schedule or {}, mode, self._saver.every, inside or {})
             parking = self._parking = Parking(party, recorder)
             self._turns = Turns(party, wishes, self._read, lambda: self.layout, self._saver, parking, switches_before)

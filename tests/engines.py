@@ -1,0 +1,81 @@
+"""The small engine of ``recipes`` as tests meet it: started, asked, and what it should have."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import urllib.request
+from contextlib import contextmanager
+from http import HTTPStatus
+
+import numpy as np
+import torch
+from tests.cli import ROOT
+
+from dynatrain.execute.engine_client import HttpEngine
+from dynatrain.space.box import whole, within
+from dynatrain.space.decoder import catalogue
+from dynatrain.space.engine import Engine
+
+
+@contextmanager
+def engine(folder, shape, *, tp, dtype):
+    """An engine in processes of its own; its address."""
+    config = folder / "config.json"
+    config.write_text(json.dumps(shape.to_config()))
+    command = [sys.executable, str(ROOT / "recipes" / "tiny_engine.py"), "--config", str(config)]
+    options = ["--tp", str(tp), "--dtype", dtype]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, cwd=folder) as process:
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+def ask(url, path, **body):
+    """The engine's answer to a call."""
+    request = urllib.request.Request(f"{url}/{path}", data=json.dumps(body).encode())  # noqa: S310
+    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+        assert answer.status == HTTPStatus.OK
+        return json.loads(answer.read())
+
+
+class Listening(HttpEngine):
+    """The usual client, which remembers what it was told, and has something done before each call."""
+
+    def __init__(self, url, before=lambda _path, _client: None):
+        super().__init__(url, 60.0)
+        self.before, self.calls, self.nbytes = before, [], 0
+
+    def _call(self, path, body):
+        self.before(path, self)
+        self.nbytes += len(json.dumps(body))
+        self.calls.append((path, body))
+        return super()._call(path, body)
+
+    @property
+    def digests(self):
+        """Those of the last version."""
+        return [body["digests"] for path, body in self.calls if path == "finish_weight_update"][-1]
+
+
+def right_digests(shape, layout, weights, dtype):
+    """What the published script says of the tensors that each rank should have, made out of whole weights."""
+    spec = importlib.util.spec_from_file_location("digest", ROOT / "docs" / "digest.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    held = catalogue(shape, optimizer="")
+    far = Engine.of(shape, layout, held, dtype=str(dtype).removeprefix("torch."))
+    logical = {tensor.name: tensor for tensor in held}
+    found = {}
+    for rank in far.ranks:
+        its = found[str(rank)] = {}
+        for tensor in far.tensors:
+            parts = []
+            for one in tensor.components:
+                box = far.ownership.box(logical[one.tensor], rank)
+                parts.append(weights[one.tensor][within(box, whole(logical[one.tensor].shape))])
+            value = torch.cat(parts, tensor.dim).to(dtype).contiguous()
+            words = value.view(torch.int16).numpy().view(np.uint16) if dtype == torch.bfloat16 else value.numpy()
+            its[tensor.name] = f"{script.digest(words):016x}"
+    return found
