@@ -128,7 +128,7 @@ def other_source():
 
 def same_box_twice():
     """A row that brings what another one brings to the same piece, of as many elements as its own."""
-    key = list(zip(SOUND.family.tolist(), SOUND.dst.tolist(), SOUND.volume.tolist(), strict=True))
+    key = list(zip(SOUND.family.tolist(), SOUND.dst.tolist(), SOUND.volume().tolist(), strict=True))
     row = next(row for row, one in enumerate(key) if key.count(one) > 1)
     other = key.index(key[row], row + 1)
     low, high = SOUND.low.copy(), SOUND.high.copy()

@@ -12,6 +12,9 @@ from dynatrain.space.box import Box
 Ints = npt.NDArray[np.int64]
 """A column, or rows, of 64-bit integers."""
 
+ALL = slice(None)
+"""All rows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MoveTable:
@@ -138,10 +141,9 @@ class FamilyPlan:
     holders: Ints
     schedule: Schedule
 
-    @property
-    def volume(self) -> Ints:
-        """Elements of each row's box."""
-        return np.asarray((self.high - self.low).prod(axis=1), np.int64)
+    def volume(self, rows: slice | Ints = ALL) -> Ints:
+        """Elements of the box of each of ``rows``."""
+        return np.asarray((self.high[rows] - self.low[rows]).prod(axis=1), np.int64)
 
     def rows(self, family: int) -> slice:
         """The rows of one family."""

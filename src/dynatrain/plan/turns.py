@@ -61,6 +61,7 @@ def with_turns(
 def _loads(catalogue: Catalogue, plan: FamilyPlan, family: int, ranks: int) -> Ints:
     """Bytes that each rank sends of a family, a row for each number by which its turns may be moved on."""
     rows, size = plan.rows(family), _sizes(catalogue, plan, family)
+    volume = plan.volume(rows)
     rounds = lcm(*np.unique(plan.ways[rows]).tolist())
     if rounds > _MOST_WAYS:
         rounds = 1
@@ -68,8 +69,8 @@ def _loads(catalogue: Catalogue, plan: FamilyPlan, family: int, ranks: int) -> I
     src, dst = plan.source(rows, numbers), plan.dst[rows]
     away = src != dst[:, None]
     if rounds == 1:
-        return _sums(src[away], (plan.volume[rows][:, None] * size)[away], ranks)[None]
-    each = np.stack([_sums(src[of, at], plan.volume[rows][of], ranks) for at, of in enumerate(away.T)])
+        return _sums(src[away], (volume[:, None] * size)[away], ranks)[None]
+    each = np.stack([_sums(src[of, at], volume[of], ranks) for at, of in enumerate(away.T)])
     shifted = (np.arange(rounds)[:, None] + np.arange(len(size))) % rounds
     weights = np.stack([_sums(row, size, rounds) for row in shifted])
     return np.asarray(weights @ each, np.int64)
@@ -79,7 +80,7 @@ def _received(catalogue: Catalogue, plan: FamilyPlan, family: int, ranks: int) -
     rows = plan.rows(family)
     away = (plan.ways[rows] > 1) | (plan.sources[plan.first[rows]] != plan.dst[rows])
     size = int(_sizes(catalogue, plan, family).sum())
-    return _sums(plan.dst[rows][away], plan.volume[rows][away] * size, ranks)
+    return _sums(plan.dst[rows][away], plan.volume(rows)[away] * size, ranks)
 
 
 def _sizes(catalogue: Catalogue, plan: FamilyPlan, family: int) -> Ints:

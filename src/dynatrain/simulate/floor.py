@@ -58,7 +58,7 @@ def _bytes(catalogue: Catalogue, plan: FamilyPlan) -> tuple[Ints, Ints]:
         for adopts, tensor, states in zip(of.adopts.tolist(), of.tensor.tolist(), of.states, strict=True):
             size = sum(ITEMSIZE[catalogue[tensor].states[state].dtype] for state in states)
             total[:, family] += size, size * adopts
-    written, kept = total[:, plan.family] * plan.volume
+    written, kept = total[:, plan.family] * plan.volume()
     return written, kept
 
 

@@ -74,5 +74,5 @@ class Traffic:
             written = ~self._plan.kept[rows] if adopts else np.ones(rows.stop - rows.start, np.bool_)
             at = np.flatnonzero(written) + rows.start
             src = self._plan.source(at, np.array([number]))[:, 0]
-            self._moves[key] = src, self._plan.dst[at], self._plan.volume[at]
+            self._moves[key] = src, self._plan.dst[at], self._plan.volume(at)
         return self._moves[key]
