@@ -18,6 +18,7 @@ from dynatrain.execute import message as messages
 from dynatrain.execute.serve import MessageServer
 from dynatrain.train.publisher import EngineTarget
 from dynatrain.train.publishing import PublishError
+from dynatrain.train.snapshot import Snapshot
 from dynatrain.train.torch_private import local_tensor
 from dynatrain.train.trainer import Trainer
 
@@ -61,8 +62,9 @@ def run(world, until, publish, *, tour=("fsdp2", "tp2"), each=3):
     return losses, told
 
 
-def test_the_weights_of_a_named_step_are_served_while_training_goes_on(served):
+def test_the_weights_of_a_named_step_are_served_while_training_goes_on(served, monkeypatch):
     def work(world):
+        monkeypatch.setattr(Snapshot, "_copy", functools.partialmethod(late, Snapshot._copy))
         trained, ends = threading.Event(), []
         client = Listening(served, lambda path, _: path == "update_weights" and trained.wait(20))
         to, slowly = target(served, client), target(served, client, mib_per_second=RATE / (1 << 20))
@@ -106,6 +108,12 @@ def test_the_weights_of_a_named_step_are_served_while_training_goes_on(served):
         logits = oracle.logits(rounded, SHAPE, torch.tensor([0]), torch.tensor(TOKENS), "")
     right = logits.log_softmax(-1)[:, :-1].gather(2, torch.tensor(TOKENS)[:, 1:, None]).squeeze(2)
     assert scores[0] == pytest.approx(right[0].tolist(), abs=1e-5)
+
+
+def late(self, copy, key, tensor):
+    """Copies that an update which does not wait for them would spoil."""
+    time.sleep(0.01)
+    copy(self, key, tensor)
 
 
 def flip(stretches):
