@@ -3,6 +3,8 @@
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -41,6 +43,19 @@ def step_aside() -> None:
     """Let the threads that train go before this one, which is of a rank; else they would take turns of 0.1 s."""
     if os.sched_getscheduler(0) == os.SCHED_RR:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(BESIDE_PRIORITY))
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """As :func:`step_aside`, inside it alone."""
+    realtime = os.sched_getscheduler(0) == os.SCHED_RR
+    before = os.sched_getparam(0)
+    step_aside()
+    try:
+        yield
+    finally:
+        if realtime:
+            os.sched_setscheduler(0, os.SCHED_RR, before)
 
 
 def leave_realtime() -> None:

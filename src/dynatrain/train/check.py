@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from dynatrain.cluster.kernel import step_aside
+from dynatrain.cluster.kernel import aside
 from dynatrain.execute.exchange import Exchange
 from dynatrain.execute.pieces import Pieces
 from dynatrain.train.agreement import Objection, objection_of
@@ -67,9 +67,6 @@ class Check:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        # A rank that is a little behind still answers the last question of the move, and would wait for the digests of
-        # the others on its processor.
-        step_aside()
         try:
             with self._channel.timed("check"):
                 after = self._digest_after()
@@ -85,8 +82,12 @@ class Check:
         try:
             self._channel.at("check")
             self._moves.confirm(self._channel.party.deadline)
-            self._proof.note(self._old)
-            after = self._proof.after(self._saved.under(self._new))
+            # A rank that is a little behind still answers the last question of the move, and would wait for the digests
+            # of the others on its processor. Only for what sends nothing: gloo's threads spin until a thread that was
+            # halted inside it, because of its lower priority, leaves it, which then it never does.
+            with aside():
+                self._proof.note(self._old)
+                after = self._proof.after(self._saved.under(self._new))
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             self._objection = self._objection or objection_of(problem)
             self._moves.transport.close()  # others may wait for this rank's checksums
