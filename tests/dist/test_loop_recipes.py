@@ -59,7 +59,7 @@ def test_save_pretrained_under_tp_writes_one_processs_weights_and_holds_one_whol
             return whole
 
         DTensor.full_tensor = counted
-        load(world, "hf_models")["main"](name, "tp2", ((3, "fsdp2"), (6, "tp2")), folder=str(tmp_path / "two"))
+        load(world, "hf_models")["main"](name, switches=((3, "tp2"),), folder=str(tmp_path / "two"))
         return len(most), max(most)
 
     gathered, together = on_ranks(2, work)
