@@ -214,9 +214,15 @@ class Walker:
                 "largest": self.alive.largest(piece.tensor for piece in attempt._executor.new.values()),
                 "pieces": blueprint.peak[self.world.rank],
                 "staging": staging_bound(routes),
+                "addresses": max((_words(route) for route in routes), default=0),
                 "checksums": 2 * 8 * sum(len(i) for r in routes for at in (r.sends, r.receives) for i in at.values()),
             }
         self.books.append(book)
+
+
+def _words(route):
+    """Bytes in which ranks tell each other where the items of a round lie: an address and the strides of each."""
+    return sum(8 * (1 + len(item.box)) for at in (route.sends, route.receives) for of in at.values() for item in of)
 
 
 def _bytes_of(part, tensors):
