@@ -31,8 +31,12 @@ RECIPES = [
     ("hf_trainer.py", [], 9, 2),
     ("hf_accelerate.py", [], 18, 2),
     ("hf_peft.py", [], 9, 2),
+    ("rl_miniature.py", [], 0, 2),
 ]
 """Files, arguments, lines that tell of a step, and ranks; the first is run by `make test`, too."""
+
+ENGINE = ("tiny_engine.py", "tiny_engine_rank.py")
+"""What `rl_miniature.py` starts: they lie beside it."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,8 @@ def run(python, folder, *words, timeout=200):
 
 
 def under_torchrun(python, folder, recipe, *words, nproc=2):
-    shutil.copy(ROOT / "recipes" / recipe, folder)
+    for file in (recipe, *(ENGINE if recipe == "rl_miniature.py" else ())):
+        shutil.copy(ROOT / "recipes" / file, folder)
     started = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "--no-python"]
     return run(python, folder, *started, str(python), "-I", recipe, *words)
 
@@ -107,4 +112,4 @@ def test_the_programs_that_drive_a_run_run_alone(clean, tmp_path):
 def test_every_recipe_is_among_them():
     there = {path.name for path in (ROOT / "recipes").glob("*.py")}
 
-    assert {file for file, *_ in RECIPES} | {"cluster.py"} == there
+    assert {file for file, *_ in RECIPES} | {"cluster.py", *ENGINE} == there
