@@ -12,7 +12,7 @@ from dynatrain.train.live import UnplacedTensorError
 from dynatrain.train.switcher import Switcher
 
 STEPS = 8
-LIMIT = 12 * WEIGHTS
+LIMIT = 13 * WEIGHTS
 """On each rank: two models that train hold three times their weights with ``dp2``, half of that with ``fsdp2``; both
 are held at once, beside staging."""
 
