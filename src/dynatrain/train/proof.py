@@ -17,6 +17,7 @@ from dynatrain.execute.census import (
 )
 from dynatrain.execute.locate import Side, first_unlike
 from dynatrain.execute.pieces import Piece, Pieces
+from dynatrain.execute.transport import TransportError
 from dynatrain.plan.keepers import cells
 from dynatrain.plan.left import Left
 from dynatrain.plan.plan import Granule, Loss
@@ -191,7 +192,15 @@ def in_place_of_lost(
 
 
 def _total(shares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over the ranks, mod 2^64."""
+    """The sum over the ranks, mod 2^64.
+
+    Raises:
+        TransportError: some rank did not come, or is gone. Whoever merely waited for it is not the cause.
+    """
     total = shares.clone()
-    dist.all_reduce(total, group=group)
+    try:
+        dist.all_reduce(total, group=group)
+    except RuntimeError as error:
+        others = [rank for rank in range(dist.get_world_size(group)) if rank != dist.get_rank(group)]
+        raise TransportError(others, str(error)) from error
     return total
