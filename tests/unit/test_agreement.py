@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from tests.boards import together
 
 from dynatrain.cluster.board import Board
@@ -13,6 +14,8 @@ from dynatrain.train.agreement import (
     exchange,
     on_every_rank,
 )
+
+pytestmark = pytest.mark.clock
 
 
 def asked(board, topic, rank, *, payload=None, objection=None, timeout=5.0):

@@ -13,6 +13,8 @@ import pytest
 from dynatrain.execute import attach
 from dynatrain.execute.attach import Spans, machine, read
 
+pytestmark = pytest.mark.clock
+
 
 def spans(array):
     return Spans.of(array.ctypes.data, array.shape, array.strides)

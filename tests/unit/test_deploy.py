@@ -10,6 +10,8 @@ import yaml
 from dynatrain.app.main import COMMANDS
 from dynatrain.config.load import load_config
 
+pytestmark = pytest.mark.clock
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SCRIPTS = sorted(DEPLOY.glob("*.sh"))
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

@@ -10,6 +10,8 @@ import pytest
 
 from dynatrain.execute.engine_client import EngineError, HttpEngine
 
+pytestmark = pytest.mark.clock
+
 
 @contextmanager
 def engine(code, answer):

@@ -17,6 +17,8 @@ import pytest
 from dynatrain.cluster.context import Report
 from dynatrain.cluster.spawner import Spawner
 
+pytestmark = pytest.mark.clock
+
 MODULE = """
 import threading, time
 def train(context): pass

@@ -24,6 +24,8 @@ from dynatrain.observe.mark import AgentMark, Lease
 from dynatrain.observe.requests import Request, read_answer, submit
 from dynatrain.observe.run import RunFolder
 
+pytestmark = pytest.mark.clock
+
 ATTEMPT = 3
 
 

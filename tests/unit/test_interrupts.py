@@ -7,6 +7,8 @@ import pytest
 from dynatrain.cluster import interrupts
 from dynatrain.cluster.interrupts import Interrupts
 
+pytestmark = pytest.mark.clock
+
 
 @pytest.fixture(autouse=True)
 def _as_it_was():

@@ -8,6 +8,8 @@ import pytest
 from dynatrain.observe import log as module
 from dynatrain.observe.log import KINDS, Log, Tail
 
+pytestmark = pytest.mark.clock
+
 LINE = '{{"time": 1.0, "kind": "load", "step": {}}}\n'
 
 

@@ -20,6 +20,8 @@ from dynatrain.execute.message import Content, message
 from dynatrain.execute.serve import MessageServer, Pace
 from dynatrain.space.box import whole
 
+pytestmark = pytest.mark.clock
+
 SHAPES = {"a": (4, 6), "b": (5,), "c": (3, 3)}
 
 

@@ -15,6 +15,8 @@ from dynatrain.execute.pieces import Piece, Pool
 from dynatrain.execute.promise import Promise, PromiseError
 from dynatrain.train.retire import Hidden, RetiredHandleError, tensors_of
 
+pytestmark = pytest.mark.clock
+
 MIB = 1 << 20
 
 

@@ -13,6 +13,8 @@ from dynatrain.cluster.alarm import Alarm, put_up
 from dynatrain.cluster.summons import Summons
 from dynatrain.execute.transport import sever
 
+pytestmark = pytest.mark.clock
+
 SECONDS = 20.0
 LOSS = Summons(generation=1, old=(0, 1, 2), new=(0, 1), newcomers=(), layout="dp2", lost=(2,), why="planted")
 

@@ -16,6 +16,8 @@ from dynatrain.observe.requests import (
     wait_answer,
 )
 
+pytestmark = pytest.mark.clock
+
 
 def test_requests_are_taken_once_in_the_order_of_their_writing(tmp_path: Path) -> None:
     inbox = Inbox(tmp_path)

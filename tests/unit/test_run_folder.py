@@ -13,6 +13,8 @@ from dynatrain.observe.mark import LEASE_SECONDS, AgentMark, Lease, MarkError, s
 from dynatrain.observe.process import children_of, process_stat
 from dynatrain.observe.run import RunError, RunFolder
 
+pytestmark = pytest.mark.clock
+
 
 def make(path: Path) -> RunFolder:
     return RunFolder.create(path, config="a = 1\n", environment={"torch": "2.13"})

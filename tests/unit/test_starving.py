@@ -10,6 +10,8 @@ from dynatrain.cluster.board import Board
 from dynatrain.train.attempt import Attempt
 from dynatrain.train.start import Start
 
+pytestmark = pytest.mark.clock
+
 
 @pytest.fixture
 def boards():

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.clock
+
 HANGING = """
 import subprocess, sys
 from pathlib import Path
