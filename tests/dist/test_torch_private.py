@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dynatrain.train import torch_private
+from dynatrain.train import torch_private, torch_private_fsdp
 from dynatrain.train.torch_private import (
     Lasting,
     clear_dtensor_caches,
@@ -32,7 +32,9 @@ from dynatrain.train.torch_private import (
     scheduled,
     set_buffer,
     shard_of,
+    sharing_decisions,
     swap_default,
+    takes_foreach,
     times_written,
     without_modes,
 )
@@ -43,8 +45,9 @@ SECONDS = timedelta(seconds=10)
 def test_each_function_has_a_test_of_its_name():
     functions = {
         name
-        for name, thing in vars(torch_private).items()
-        if inspect.isfunction(thing) and thing.__module__ == torch_private.__name__ and not name.startswith("_")
+        for module in (torch_private, torch_private_fsdp)
+        for name, thing in vars(module).items()
+        if inspect.isfunction(thing) and thing.__module__ == module.__name__ and not name.startswith("_")
     }
     assert {f"test_{name}" for name in functions} <= globals().keys() | vars(test_torch_private_fsdp).keys()
 
@@ -241,6 +244,38 @@ def test_shard_of():
         )
 
     assert everywhere(2, work) == [([1.0, 1.0, 1.0, 2.0, 2.0], True, True)] * 2
+
+
+def test_sharing_decisions():
+    def work(_world):
+        mesh = init_device_mesh("cpu", (2,))
+        mine, found = distribute_tensor(torch.ones(6), mesh, [Shard(0)]), []
+
+        def add(number):
+            torch._foreach_add([mine, mine], number)
+
+        clear_dtensor_caches()
+        with sharing_decisions():
+            add(1.0)
+        decisions = torch_private._propagator().propagate_op_sharding_non_cached
+        decide, decisions.decide = decisions.decide, lambda schema: found.append(str(schema.op)) or decide(schema)
+        with sharing_decisions():
+            assert torch_private._propagator().propagate_op_sharding_non_cached is decisions
+        for shared in (True, False):
+            beside = threading.Thread(target=add, args=(1.0,))
+            beside.start()
+            beside.join()
+            assert bool(found) != shared
+            clear_dtensor_caches()
+        assert not decisions.known  # outside nothing is kept
+        return found
+
+    assert everywhere(2, work) == [["aten._foreach_add.Scalar"]] * 2
+
+
+def test_takes_foreach():
+    assert not takes_foreach([torch.ones(2)])  # on a processor a loop is as good
+    assert torch.optim.AdamW([torch.ones(2)]).param_groups[0]["foreach"] is None
 
 
 def test_without_modes():

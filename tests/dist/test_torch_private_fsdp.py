@@ -1,4 +1,4 @@
-"""What the project relies on in FSDP2's private parts: a test for each such function of ``torch_private.py``."""
+"""FSDP2's private parts that the project relies on: one test for each function of ``train/torch_private_fsdp.py``."""
 
 from datetime import timedelta
 
@@ -12,17 +12,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 from torch.distributed.tensor import DTensor
 
-from dynatrain.train import torch_private
-from dynatrain.train.torch_private import (
+from dynatrain.train import torch_private_fsdp
+from dynatrain.train.torch_private import local_tensor, shard_of
+from dynatrain.train.torch_private_fsdp import (
     adopt_padded,
     drop_gathered,
     fsdp_reductions,
     fsdp_settings,
-    local_tensor,
     padded_numels,
     reduce_empty_gradients,
     set_fsdp,
-    shard_of,
     share_shard,
     takes_means,
     unreduced,
@@ -194,7 +193,7 @@ def test_reduce_empty_gradients():
         return packed.tolist()
 
     with pytest.raises(RuntimeError, match="non-empty"):  # torch's own
-        torch_private._PACK([torch.ones(0, 4), torch.ones(3)], torch.zeros(3), 1)
+        torch_private_fsdp._PACK([torch.ones(0, 4), torch.ones(3)], torch.zeros(3), 1)
     reduce_empty_gradients()
     assert pack([torch.ones(0, 4), torch.ones(3)]) == [1.0] * 3
     assert pack([torch.ones(0, 4)]) == [0.0] * 3

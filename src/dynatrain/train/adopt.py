@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from dynatrain.execute.pieces import Pieces
 from dynatrain.plan.plan import Granule
 from dynatrain.train.live import Entry
-from dynatrain.train.torch_private import adopt_padded, local_tensor, set_buffer, shard_of
+from dynatrain.train.torch_private import local_tensor, set_buffer, shard_of
+from dynatrain.train.torch_private_fsdp import adopt_padded
 from dynatrain.train.world import World
 
 

@@ -15,7 +15,8 @@ from dynatrain.train.adopt import shard_like
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.party import Party
 from dynatrain.train.states import UnknownStateError
-from dynatrain.train.torch_private import local_tensor, unreduced
+from dynatrain.train.torch_private import local_tensor
+from dynatrain.train.torch_private_fsdp import unreduced
 from dynatrain.train.world import GRAD, World
 
 

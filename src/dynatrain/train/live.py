@@ -23,7 +23,8 @@ from dynatrain.space.ownership import Ownership, Placement, Span
 from dynatrain.space.tensor import ITEMSIZE, Catalogue, State, Tensor
 from dynatrain.train.groups import axis_members
 from dynatrain.train.segments import SegmentError, Segments, Slot, check_states
-from dynatrain.train.torch_private import local_tensor, padded_numels
+from dynatrain.train.torch_private import local_tensor
+from dynatrain.train.torch_private_fsdp import padded_numels
 
 CUT_ORDER = ("ep", "etp", "tp", "efsdp", "fsdp")
 """Axes in the order in which they cut a tensor: what FSDP2 cuts is what the others left."""

@@ -22,7 +22,8 @@ from dynatrain.train.muster import Coupled, Stand, decisive, memory, renumbered
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.passage import numbers, remainder
-from dynatrain.train.torch_private import drop_gathered, process_groups
+from dynatrain.train.torch_private import process_groups
+from dynatrain.train.torch_private_fsdp import drop_gathered
 from dynatrain.train.world import World
 
 JOIN_SECONDS = 0.02

@@ -13,7 +13,8 @@ from dynatrain.models.names import WRAPPERS, NameRule, strip_wrappers
 from dynatrain.train.live import Entry
 from dynatrain.train.settings import ABSENT, UNIT, UNSEEN, Held, Key, Settings, carried, require_takers
 from dynatrain.train.states import UnknownStateError
-from dynatrain.train.torch_private import fsdp_settings, set_fsdp, times_written
+from dynatrain.train.torch_private import times_written
+from dynatrain.train.torch_private_fsdp import fsdp_settings, set_fsdp
 
 _TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}  # this is speed alone
 _WRAPPERS = frozenset().union(*WRAPPERS.values())

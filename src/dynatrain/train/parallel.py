@@ -37,7 +37,7 @@ from dynatrain.train.head_copies import copy_heads
 from dynatrain.train.recompute import recompute_blocks
 from dynatrain.train.reduction import TreeReduceScatter, tree_all_reduce
 from dynatrain.train.step import shared_tokens
-from dynatrain.train.torch_private import reduce_empty_gradients, share_shard
+from dynatrain.train.torch_private_fsdp import reduce_empty_gradients, share_shard
 from dynatrain.train.vocabulary import VocabularyParallel
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

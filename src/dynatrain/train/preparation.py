@@ -40,6 +40,7 @@ from dynatrain.train.order import Order
 from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
 from dynatrain.train.proof import Proof
+from dynatrain.train.rehearsal import rehearse
 from dynatrain.train.saved import Saved
 from dynatrain.train.targets import require_reduced
 from dynatrain.train.world import World, nothing
@@ -208,6 +209,8 @@ class Preparation:
         self._channel.group("check")
         assert self.blueprint is not None
         assert self.new is not None
+        if self.way.after is not None:
+            rehearse(self.new.optimizer)
         part, transport = self.blueprint.part, self._channel.transport("moves")
         self._moves = Exchange(
             plan=part,

@@ -10,7 +10,7 @@ from dynatrain.layout.text import parse_layout, print_layout, short_layout
 from dynatrain.train.groups import axis_members
 from dynatrain.train.live import UnplacedTensorError
 from dynatrain.train.party import DataParallel, Party
-from dynatrain.train.torch_private import fsdp_reductions, takes_means
+from dynatrain.train.torch_private_fsdp import fsdp_reductions, takes_means
 from dynatrain.train.world import World
 
 Read = Callable[[str, int], Layout]
