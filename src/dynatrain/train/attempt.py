@@ -30,6 +30,7 @@ from dynatrain.plan.plan import Granule
 from dynatrain.space.box import Box
 from dynatrain.train.account import Account, displaced, mismatches, take
 from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError, objection_of
+from dynatrain.train.announcement import NotAdmittedError
 from dynatrain.train.check import Check
 from dynatrain.train.compiled import compile_seconds
 from dynatrain.train.copies import settle_copies
@@ -134,12 +135,30 @@ class Attempt(Preparation):
         self.party.board.post(_BOOKS, json.dumps(self.books))
         self.party.board.post(_ACCOUNT, account.to_text())
 
-    def await_edge(self) -> str:
-        """A newcomer's: return when the old ranks have come to the step edge that they agreed on, or never will.
+    def await_edge(self) -> int:
+        """A newcomer's: say when this rank is warm, and return when the old ranks are at the step edge they agreed on.
 
         Returns:
-            Why they do not begin there; empty where they do.
+            The edge.
+
+        Raises:
+            NotAdmittedError: they will not begin there.
         """
+        way, board, told = self.way, self.party.board, False
+        assert way.crossing is not None
+        while (go := board.go_edge(way.crossing.generation)) is None:
+            if self.prepared and not told:
+                told = True
+                if not self.problem:
+                    way.say_warm()
+            time.sleep(_POLL_SECONDS)
+        if why := go.reason if go.edge < 0 else self._starved():
+            self.give_up()
+            raise NotAdmittedError(why)
+        return go.edge
+
+    def _starved(self) -> str:
+        """Why the old ranks do not begin at their edge; empty when they do."""
         board = self.party.board
         while board.peek(_ACCOUNT) is None and not self._channel.decided("quiesce"):
             if (starved := board.peek(STARVED)) is not None:

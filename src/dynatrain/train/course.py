@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dynatrain.cluster.worlds import forget_others
-from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError, exchange
+from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
 from dynatrain.train.announcement import NotAdmittedError, announcement
 from dynatrain.train.attempt import Attempt
 from dynatrain.train.order import Order
@@ -29,8 +29,6 @@ from dynatrain.train.turns import Turns
 from dynatrain.train.world import World
 
 _LOG = logging.getLogger(__name__)
-
-_POLL_SECONDS = 0.005
 
 
 class Course:
@@ -252,19 +250,9 @@ class Course:
         # A stop stays: it is taken when the state is here.
         start = self._start if self._order is not None and self._order.verb != "stop" else None
         go = start.give_up(f"the loop does {verb}") if start is not None else None
-        told = exchange(
-            self._party.board,
-            f"travel/{self._travels.count}",
-            self._party.rank,
-            payload=[go is not None and go.edge >= 0, self._turns.switches],
-            timeout=self._party.patience,
-        ).in_order()
-        self._travels.count += 1
-        if any(goes for goes, _ in told):
-            raise SwitchAbortedError(f"a switch begins at the next step edge; {verb} behind it")
+        self._travels.agree(verb, goes=go is not None and go.edge >= 0)
         if self._order is not None and start is not None:
             self._advance(self._order)
-        self._turns.switches = told[0][1]
         self._travels.now(self.world, verb, step)
         self._step_ended = time.perf_counter()
 
@@ -327,23 +315,9 @@ class Course:
             NotAdmittedError: the crossing was given up.
         """
         attempt.start()
-        way, board = attempt.way, attempt.party.board
-        assert way.crossing is not None
-        generation, told = way.crossing.generation, False
-        while (go := board.go_edge(generation)) is None:
-            if attempt.prepared and not told:
-                told = True
-                if not attempt.problem:
-                    way.say_warm()
-            time.sleep(_POLL_SECONDS)
-        if go.edge < 0:
-            attempt.give_up()
-            raise NotAdmittedError(go.reason)
-        if starved := attempt.await_edge():
-            attempt.give_up()
-            raise NotAdmittedError(starved)
+        edge = attempt.await_edge()
         self._step_ended = time.perf_counter()
-        self._edge = go.edge - 1  # the same edge comes again, at which the old ranks are
+        self._edge = edge - 1  # the same edge comes again, at which the old ranks are
         self._attempt = attempt
         self._begin(attempt)
         return attempt.step

@@ -171,6 +171,8 @@ class Preparation:
             new=ownership,
             rank=self.party.rank,
         )
+        if self.way.after is not None:  # here and not in `warm`: it computes, and nobody waits for it
+            rehearse(self.new.optimizer)
 
     def _reads(self, rank: int) -> tuple[Fetch, ...]:
         """What a rank reads from the checkpoint."""
@@ -209,8 +211,6 @@ class Preparation:
         self._channel.group("check")
         assert self.blueprint is not None
         assert self.new is not None
-        if self.way.after is not None:
-            rehearse(self.new.optimizer)
         part, transport = self.blueprint.part, self._channel.transport("moves")
         self._moves = Exchange(
             plan=part,

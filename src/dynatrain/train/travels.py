@@ -3,7 +3,7 @@
 import logging
 import time
 
-from dynatrain.train.agreement import SwitchAbortedError
+from dynatrain.train.agreement import SwitchAbortedError, exchange
 from dynatrain.train.order import Order
 from dynatrain.train.parking import Parking
 from dynatrain.train.party import Party
@@ -33,6 +33,28 @@ class Travels:
         self._parking = parking
         self._turns = turns
         self.count = 0
+
+    def agree(self, verb: str, *, goes: bool) -> None:
+        """Hear from all ranks, which have come to the same word of their loops, that no switch has begun meanwhile.
+
+        Args:
+            verb: ``park`` or ``unpark``.
+            goes: whether one begins at this rank's next edge.
+
+        Raises:
+            SwitchAbortedError: one does; on every rank.
+        """
+        told = exchange(
+            self._party.board,
+            f"travel/{self.count}",
+            self._party.rank,
+            payload=[goes, self._turns.switches],
+            timeout=self._party.patience,
+        ).in_order()
+        self.count += 1
+        if any(going for going, _ in told):
+            raise SwitchAbortedError(f"a switch begins at the next step edge; {verb} behind it")
+        self._turns.switches = told[0][1]
 
     def obey(self, world: World, order: Order, edge: int, step: int, since: float) -> Order | None:
         """Park, and return when the state is back.
