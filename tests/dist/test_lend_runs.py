@@ -82,7 +82,7 @@ def test_places_are_lent_and_reclaimed_and_all_state_is_parked_and_comes_back_wh
 
 def test_from_4_to_2_to_4_to_2_to_4_with_leavers_that_halt_and_newcomers_on_their_very_places(place):
     """Leavers stop themselves when they have left, and are killed. How long each growth takes: benchmarks/loans.py."""
-    with training(place, "four", entry="clinging:main", more=("--layout=fsdp4",)) as (process, run):
+    with training(place, "four", "--layout=fsdp4", entry="clinging:main") as (process, run):
         until(lambda: len(steps_of(run)) > 3, process)
         asked = library.RunHandle(place / "runs" / "four", timeout=60)
         for _ in range(2):
