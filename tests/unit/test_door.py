@@ -5,7 +5,7 @@ import stat
 from dataclasses import replace
 
 import pytest
-from tests.unit.test_lead import PATIENCE, Cluster
+from tests.clusters import PATIENCE, Cluster
 from tests.unit.test_parting import events
 from torch.distributed import PrefixStore
 

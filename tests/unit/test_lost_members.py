@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from tests.unit.test_lead import PATIENCE, Cluster
+from tests.clusters import PATIENCE, Cluster
 
 from dynatrain.cluster.alarm import loss_key
 from dynatrain.cluster.meeting import RunFailedError

@@ -1,7 +1,7 @@
 """Hosts that leave: what two notices mean, and the lead, agents and ranks of three nodes in one process."""
 
 import pytest
-from tests.unit.test_lead import GRACE, LEAVE_SECONDS, Cluster
+from tests.clusters import GRACE, LEAVE_SECONDS, Cluster
 
 from dynatrain.cluster.parting import WISH_SECONDS, largest, verdict
 from dynatrain.cluster.peers import Status

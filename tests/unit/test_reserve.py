@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.unit.test_lead import Cluster
+from tests.clusters import Cluster
 from tests.unit.test_parting import told
 
 from dynatrain.cluster.membership import next_world
