@@ -1,6 +1,6 @@
-"""Measure saves and resumes beside PyTorch's own: ``python benchmarks/save.py [--model 200m] [--repeats 5]``.
+"""Measure saves and resumes beside PyTorch's: ``python benchmarks/save.py [--model 200m] [--ranks 4] [--repeats 5]``.
 
-Four forked ranks train for real in fsdp4. In turn the job saves itself and is saved by
+Forked ranks train for real, four of them in fsdp4. In turn the job saves itself and is saved by
 ``torch.distributed.checkpoint.async_save``; then its checkpoint is loaded into other layouts, in turn by us and by
 ``dcp.load`` into the same tensors. Every load is checked: all bits must be those of the first. Writes ``save.json``.
 
@@ -55,8 +55,8 @@ from dynatrain.train.states import optimizer_states
 from dynatrain.train.switcher import Switcher
 from dynatrain.train.trainer import Job, Trainer
 
-RANKS = 4
-START, TARGETS = "fsdp4", ("fsdp2.tp2", "pp2.fsdp2")
+LAYOUTS = {1: ("dp1",), 2: ("fsdp2", "tp2", "pp2"), 4: ("fsdp4", "fsdp2.tp2", "pp2.fsdp2")}
+"""By ranks: in which they train, and into which their checkpoint is loaded."""
 WARM, STEADY = 2, 3
 DEADLINE = 300.0
 
@@ -70,7 +70,7 @@ class Rank:
             "gloo",
             store=dist.PrefixStore("default", store),
             rank=rank,
-            world_size=RANKS,
+            world_size=arguments.ranks,
             timeout=timedelta(seconds=DEADLINE),
         )
         self.beside = dist.new_group()  # async_save must not share training's group
@@ -80,10 +80,10 @@ class Rank:
             seed=1,
             precision=Precision(),
             optimizer=OptimizerSettings(),
-            global_sequences=RANKS,
+            global_sequences=arguments.ranks,
             micro_sequences=1,
         )
-        self.seconds = []
+        self.seconds, self.start = [], LAYOUTS[arguments.ranks][0]
 
     def switcher(self, layout, **more):
         return Switcher(
@@ -93,7 +93,7 @@ class Rank:
             initial=self.job.initial,
             names=canonical_name,
             deadline=DEADLINE,
-            board=Board(dist.PrefixStore(f"board/{layout}", self.store.clone()), RANKS),
+            board=Board(dist.PrefixStore(f"board/{layout}", self.store.clone()), self.arguments.ranks),
             store=dist.PrefixStore(f"groups/{layout}", self.store),
             data_parallel="free",
             legal=lambda text, _: resolve(parse_layout(text), self.shape.num_hidden_layers),
@@ -104,7 +104,7 @@ class Rank:
 
     def saves(self, root):
         self.ended = False
-        sw = self.switcher(START, saves=Saves(root=root / "ours", keep_last=1), on_saved=self._note)
+        sw = self.switcher(self.start, saves=Saves(root=root / "ours", keep_last=1), on_saved=self._note)
         words = np.random.default_rng(1).integers(0, self.shape.vocab_size, 4000 * self.arguments.sequence)
         data = Samples(tokens=words.astype(np.uint16), sequence=self.arguments.sequence)
         self.trainer = Trainer(self.job, data, sw, lambda result: self.seconds.append(result.seconds))
@@ -143,7 +143,7 @@ class Rank:
             steps += 1
             flag = torch.tensor(float(ended()))
             dist.all_reduce(flag)
-            if flag == RANKS:
+            if flag == self.arguments.ranks:
                 break
         lost = time.perf_counter() - began - steps * self.step_seconds
         return {"lost": lost, "steps": steps, "step": self.step_seconds}
@@ -203,7 +203,7 @@ class Rank:
                 wrong = [key for key, value in values.items() if not torch.equal(value, right[key])]
                 assert not wrong, f"{method} into {layout}: {wrong[0]} is another"
                 numbers = {"seconds": seconds, "peak": peak[0], "pieces": memory.held, "pool_peak": memory.peak}
-                self.tell((f"load {START} -> {layout}, {'cold' if cold else 'cached'}", method, numbers))
+                self.tell((f"load {self.start} -> {layout}, {'cold' if cold else 'cached'}", method, numbers))
         sw.close()
 
 
@@ -275,7 +275,7 @@ def body(arguments, root, rank, ports, end):
         store = dist.TCPStore("127.0.0.1", ports.get(), None, is_master=False, timeout=timedelta(seconds=DEADLINE))
         me = Rank(arguments, store, rank, end.send)
         folder = me.saves(root)
-        for layout in TARGETS:
+        for layout in LAYOUTS[arguments.ranks][1:]:
             me.loads(layout, folder)
         end.send(None)
     except BaseException:
@@ -286,10 +286,10 @@ def body(arguments, root, rank, ports, end):
 def measure(arguments, root):
     """``{(what, method): [numbers of all ranks, of each run]}``."""
     context = multiprocessing.get_context("fork")
-    ports, ends = context.SimpleQueue(), [context.Pipe(duplex=False) for _ in range(RANKS)]
+    ports, ends = context.SimpleQueue(), [context.Pipe(duplex=False) for _ in range(arguments.ranks)]
     workers = [
         context.Process(target=body, args=(arguments, root, rank, ports, ends[rank][1]), daemon=True)
-        for rank in range(RANKS)
+        for rank in range(arguments.ranks)
     ]
     for worker in workers:
         worker.start()
@@ -302,7 +302,7 @@ def measure(arguments, root):
         sending.close()
     found = defaultdict(list)
     try:
-        while (told := [receiving.recv() for receiving, _ in ends]) != [None] * RANKS:
+        while (told := [receiving.recv() for receiving, _ in ends]) != [None] * arguments.ranks:
             assert all(isinstance(one, tuple) for one in told), "\n".join(one for one in told if isinstance(one, str))
             what, method, _ = told[0]
             found[what, method].append([numbers for *_, numbers in told])
@@ -333,6 +333,7 @@ def rows(found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="200m")
+    parser.add_argument("--ranks", type=int, default=4, choices=LAYOUTS, help="fewer leave cores to spare")
     parser.add_argument("--sequence", type=int, default=128, help="tokens of each rank's one sequence a step")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the system's temporary folder")
@@ -344,7 +345,7 @@ def main():
         made = rows(measure(arguments, root))
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    record = {"model": arguments.model, "ranks": RANKS, "sequence": arguments.sequence, "rows": made}
+    record = {"model": arguments.model, "ranks": arguments.ranks, "sequence": arguments.sequence, "rows": made}
     arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     for row in made:
         name = "stall" if "stall" in row else "seconds"
