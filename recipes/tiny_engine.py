@@ -1,8 +1,9 @@
 """A small inference engine that takes weights while it serves: plain torch, in processes of its own.
 
-``python recipes/tiny_engine.py --config MODEL/config.json --tp 2 --port 8000`` serves a model of Llama's form. It knows
-Hugging Face's names, and fuses ``qkv_proj`` and ``gate_up_proj`` as vLLM does. It cannot import dynatrain: what it
-speaks are the calls of vLLM's weight updates, over HTTP::
+``python recipes/tiny_engine.py --config MODEL/config.json --tp 2 --port 8000`` serves a model of Llama's or
+Qwen3's form, with experts or without. It knows Hugging Face's names, and fuses ``qkv_proj``, ``gate_up_proj`` and the
+experts of a layer as vLLM does. It cannot import dynatrain: what it speaks are the calls of vLLM's weight updates, over
+HTTP::
 
     POST /init_weight_transfer_engine  {"init_info": {"dtype", "shapes": {rank: {name: shape}}}}
     POST /start_weight_update          {}

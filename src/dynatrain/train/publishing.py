@@ -140,10 +140,12 @@ class Publishing:
         for (index, box), how in drawn.copies.items():
             piece = pieces[number[drawn.publication.engine.catalogue[index].name], 0]
             view = piece.tensor[within(box, piece.box)]
+            view = view[0] if how.apart else view
             views[_label((index, box))] = view.T if how.transposed else view
-        dtype = getattr(torch, drawn.publication.engine.dtype)
+        dtypes = {_label(key): getattr(torch, how.cast) for key, how in drawn.copies.items()}
 
-        def copied(view: torch.Tensor) -> torch.Tensor:
+        def copied(label: str, view: torch.Tensor) -> torch.Tensor:
+            dtype = dtypes[label]
             self._held.add(view.numel() * dtype.itemsize)
             return torch.empty(view.shape, dtype=dtype).copy_(view)
 
@@ -309,7 +311,7 @@ class Publishing:
                 "weight_version": self.version,
                 "base_version": None if self._since is None else self._since.version,
                 "names": names,
-                "dtype_names": [engine.dtype] * len(names),
+                "dtype_names": [engine.dtype_of(name) for name in names],
                 "shapes": [shapes[name] for name in names],
                 "messages": {
                     str(rank): [f"{urls[sender]}/{number}/{rank}" for sender in senders]

@@ -1,0 +1,78 @@
+"""Experts that the run deals out come to an engine that stacks them over tp, or has each apart; bit by bit."""
+
+import pytest
+import torch
+from tests import oracle
+from tests.dist.test_publish import TOKENS
+from tests.engines import Folder, Listening, ask, engine, right_digests, whole_weights
+from tests.jobs import Case, everywhere, switcher
+from tests.shapes import QWEN3_MOE, experts_shape, latent_shape
+
+from dynatrain.space.box import whole, within
+from dynatrain.space.hf_names import file_parts, file_shapes
+from dynatrain.train.publisher import EngineTarget
+from dynatrain.train.trainer import Trainer
+
+QWEN3 = experts_shape(QWEN3_MOE, dropout=0.0, qk_norm=True)
+DEEPSEEK = latent_shape(dropout=0.0, router_aux_loss_coef=0.1)
+
+
+def publishes(world, shape, tour, target):
+    """A step in each layout, and a publish behind it: of each ``(published, whole weights)``."""
+    case = Case(tour=tour, size=2, steps_each=1, shape=shape, compute="fp32", micro_batches=2)
+    job, ends = case.job(), []
+    sw = switcher(job, world, tour[0])
+    for step, layout in enumerate(tour[1:], 1):
+        sw.request(layout, at=step)
+    trainer = Trainer(job, case.data(), sw, lambda _: None)
+    for step in range(len(tour)):
+        trainer.run(step + 1)
+        ends.append((sw.publish(target).wait(), whole_weights(sw)))
+    return ends
+
+
+def test_experts_in_any_layout_are_served_by_an_engine_that_cuts_each_over_tp(tmp_path):
+    tour = ("fsdp2.ep2", "tp2.etp2", "fsdp2")
+
+    def work(world, url):
+        client = Listening(url)
+        target = EngineTarget(engine=client, config=QWEN3.to_config(), layout="tp2", round_bytes=1 << 16)
+        ends = publishes(world, QWEN3, tour, target)
+        return ends, [body["digests"] for path, body in client.calls if path == "finish_weight_update"]
+
+    with engine(tmp_path, QWEN3, tp=2, dtype="bfloat16") as url:
+        ends, digests = everywhere(2, lambda world: work(world, url))[0]
+        scores = ask(url, "score", tokens=TOKENS)["log_probabilities"]
+    assert [done.version for done, _ in ends] == [1, 2, 3]
+    for (done, weights), told in zip(ends, digests, strict=True):
+        assert told == right_digests(QWEN3, "tp2", weights, torch.bfloat16)
+        assert all(0 < measured <= predicted for measured, predicted in zip(done.measured, done.predicted, strict=True))
+        assert max(done.measured) < 1.3 * sum(value.numel() for value in weights.values())  # half of it, in two bytes
+    rounded = {name: value.bfloat16().float() for name, value in ends[-1][1].items()}
+    with torch.no_grad():
+        logits = oracle.logits(rounded, QWEN3, torch.tensor([0]), torch.tensor(TOKENS), "")
+    right = logits.log_softmax(-1)[:, :-1].gather(2, torch.tensor(TOKENS)[:, 1:, None]).squeeze(2)
+    assert scores[0] == pytest.approx(right[0].tolist(), abs=1e-5)
+
+
+def test_an_engine_that_fuses_nothing_gets_every_tensor_of_the_files_each_expert_apart():
+    """DeepSeek's form: experts behind a dense layer, latents, and a router's bias that keeps its 32 bits."""
+    tour = ("fsdp2.ep2", "tp2.etp2")
+
+    def work(world):
+        folder, got = Folder(), []
+        target = EngineTarget(engine=folder, config=DEEPSEEK.to_config(), fused={}, round_bytes=1 << 16)
+        for _, weights in publishes(world, DEEPSEEK, tour, target):
+            got.append((folder.tensors, weights))
+        return got[-1]
+
+    tensors, weights = everywhere(2, work)[0]
+    assert {name: tuple(value.shape) for name, value in tensors.items()} == file_shapes(DEEPSEEK)
+    for name, parts in file_parts(DEEPSEEK).items():
+        for part in parts:
+            value = weights[name][within(part.box, whole(tuple(weights[name].shape)))].reshape(
+                tensors[part.tensor].shape
+            )
+            small = not name.endswith("e_score_correction_bias")
+            assert torch.equal(tensors[part.tensor], value.bfloat16() if small else value), part.tensor
+            assert tensors[part.tensor].abs().any()
