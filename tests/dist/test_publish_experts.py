@@ -3,9 +3,11 @@
 import pytest
 import torch
 from tests import oracle
+from tests.dist import foreign
 from tests.dist.test_publish import TOKENS
 from tests.engines import Folder, Listening, ask, engine, right_digests, whole_weights
 from tests.jobs import Case, everywhere, switcher
+from tests.recipes import load
 from tests.shapes import QWEN3_MOE, experts_shape, latent_shape
 
 from dynatrain.space.box import whole, within
@@ -70,9 +72,41 @@ def test_an_engine_that_fuses_nothing_gets_every_tensor_of_the_files_each_expert
     assert {name: tuple(value.shape) for name, value in tensors.items()} == file_shapes(DEEPSEEK)
     for name, parts in file_parts(DEEPSEEK).items():
         for part in parts:
-            value = weights[name][within(part.box, whole(tuple(weights[name].shape)))].reshape(
-                tensors[part.tensor].shape
-            )
-            small = not name.endswith("e_score_correction_bias")
-            assert torch.equal(tensors[part.tensor], value.bfloat16() if small else value), part.tensor
-            assert tensors[part.tensor].abs().any()
+            got, value = tensors[part.tensor], weights[name][within(part.box, whole(tuple(weights[name].shape)))]
+            kind = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+            assert got.dtype == kind
+            assert torch.equal(got, value.to(kind).view(got.shape)), part.tensor
+            assert got.any()
+
+
+def test_a_model_of_transformers_with_gate_and_up_in_one_is_published_alike_from_fsdp_and_from_tp():
+    def work(world):
+        recipe = load(world, "hf_models")
+        torch.manual_seed(0)
+        build = recipe["make_build"](recipe["MODELS"]["qwen3_moe"])
+        more = {"segments": recipe["SEGMENTS"]["qwen3_moe"], "data_parallel": "free"}
+        sw = foreign.switcher(world, build, "fsdp2", recorder=(books := foreign.Books()), **more)
+        weights = {name: foreign.whole(value) for name, value in sw.model.named_parameters()}
+        config = sw.model.config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
+        target = EngineTarget(engine=(folder := Folder()), config=config, fused={}, dtype="fp32")
+        sw.publish(target).wait()
+        got = [folder.tensors]
+        sw.request("tp2")
+        ends = foreign.until_ended(sw, books)
+        sw.publish(target).wait()
+        return ends, [*got, folder.tensors], weights
+
+    ends, (first, then), weights = foreign.everywhere(2, work)[0]
+    assert ends == [("tp2", "committed", "")]
+    wanted = {}
+    for name, value in weights.items():
+        module, _, last = name.rpartition(".")
+        if not module.endswith(".experts"):
+            wanted[name] = value.float()
+            continue
+        for number, one in enumerate(value.float()):
+            parts = dict(zip(("gate_proj", "up_proj"), one.chunk(2), strict=True)) if "gate" in last else {last: one}
+            wanted |= {f"{module}.{number}.{part}.weight": matrix for part, matrix in parts.items()}
+    for got in (first, then):
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[name], value) for name, value in wanted.items())
