@@ -8,7 +8,8 @@ HTTP::
     POST /init_weight_transfer_engine  {"init_info": {"dtype", "shapes": {rank: {name: shape}}}}
     POST /start_weight_update          {}
     POST /update_weights               {"update_info": {"weight_version", "base_version", "messages": {rank: [url]}}}
-    POST /finish_weight_update         {"weight_version", "digests": {rank: {name: digest}}}
+                                       the last one also with "digests": {rank: {name: digest}}
+    POST /finish_weight_update         {"weight_version": "7"}
     POST /pause?mode=keep, /resume, /generate; GET /status
 
 Each rank fetches its messages by itself (GET, safetensors) into a second copy of its weights, while the first serves.
@@ -106,7 +107,7 @@ class Front:
 
     def finish_weight_update(self, body):
         self.within("finish", body)
-        self.state = {"copy": 1 - self.state["copy"], "version": body["weight_version"]}
+        self.state = {"copy": 1 - self.state["copy"], "version": int(body["weight_version"])}
         self.active = False
         self.ask("updating", "swap", self.state)
 

@@ -100,7 +100,7 @@ class Receiver:
             raise ValueError(f"not the layout of rank {self.rank}: {'; '.join(sorted(wrong))}")
 
     def start(self, _info):
-        self.base, self.received, self.peak = "nothing yet", 0, 0
+        self.base, self.digests, self.received, self.peak = "nothing yet", {}, 0, 0
 
     def update(self, info):
         if self.base != info["base_version"]:
@@ -111,6 +111,7 @@ class Receiver:
                 raise ValueError(f"changes since version {self.base}, and version {self.version} serves")
             else:
                 to.copy_(self.copies[self.current].flat)
+        self.digests = info.get("digests", {}).get(str(self.rank), {})
         for url in info["messages"].get(str(self.rank), ()):
             with urllib.request.urlopen(url, timeout=SECONDS) as answer:  # noqa: S310
                 body = bytearray(answer.read())
@@ -144,9 +145,8 @@ class Receiver:
                 room.copy_(flat.view(room.shape))
 
     def finish(self, info):
-        digests = info["digests"][str(self.rank)]
         tensors = self.copies[1 - self.current].tensors
-        if wrong := [name for name in tensors if f"{digest(tensors[name]):016x}" != digests.get(name)]:
+        if wrong := [name for name in tensors if f"{digest(tensors[name]):016x}" != self.digests.get(name)]:
             raise ValueError(f"not what version {info['weight_version']} is: {', '.join(wrong)}")
 
     def swap(self, state):

@@ -56,8 +56,9 @@ class Listening(HttpEngine):
 
     @property
     def digests(self):
-        """Those of the last version."""
-        return [body["digests"] for path, body in self.calls if path == "finish_weight_update"][-1]
+        """Those of each version; a version comes with one call that has them."""
+        infos = [body["update_info"] for path, body in self.calls if path == "update_weights"]
+        return [info["digests"] for info in infos if "digests" in info]
 
 
 class Folder:

@@ -40,12 +40,13 @@ def test_experts_in_any_layout_are_served_by_an_engine_that_cuts_each_over_tp(tm
         client = Listening(url)
         target = EngineTarget(engine=client, config=QWEN3.to_config(), layout="tp2", round_bytes=1 << 16)
         ends = publishes(world, QWEN3, tour, target)
-        return ends, [body["digests"] for path, body in client.calls if path == "finish_weight_update"]
+        return ends, client.digests, [body for path, body in client.calls if path == "finish_weight_update"]
 
     with engine(tmp_path, QWEN3, tp=2, dtype="bfloat16") as url:
-        ends, digests = everywhere(2, lambda world: work(world, url))[0]
+        ends, digests, finished = everywhere(2, lambda world: work(world, url))[0]
         scores = ask(url, "score", tokens=TOKENS)["log_probabilities"]
     assert [done.version for done, _ in ends] == [1, 2, 3]
+    assert finished == [{"weight_version": text} for text in "123"]  # all that vLLM's server takes there
     for (done, weights), told in zip(ends, digests, strict=True):
         assert told == right_digests(QWEN3, "tp2", weights, torch.bfloat16)
         assert all(0 < measured <= predicted for measured, predicted in zip(done.measured, done.predicted, strict=True))
