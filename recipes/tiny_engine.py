@@ -1,13 +1,15 @@
 """A small inference engine that takes weights while it serves: plain torch, in processes of its own.
 
-``python recipes/tiny_engine.py --config MODEL/config.json --tp 2 --port 8000`` serves a model of Llama's form. It knows
-Hugging Face's names, and fuses ``qkv_proj`` and ``gate_up_proj`` as vLLM does. It cannot import dynatrain: what it
-speaks are the calls of vLLM's weight updates, over HTTP::
+``python recipes/tiny_engine.py --config MODEL/config.json --tp 2 --port 8000`` serves a model of Llama's or
+Qwen3's form, with experts or without. It knows Hugging Face's names, and fuses ``qkv_proj``, ``gate_up_proj`` and the
+experts of a layer as vLLM does. It cannot import dynatrain: what it speaks are the calls of vLLM's weight updates, over
+HTTP::
 
     POST /init_weight_transfer_engine  {"init_info": {"dtype", "shapes": {rank: {name: shape}}}}
     POST /start_weight_update          {}
     POST /update_weights               {"update_info": {"weight_version", "base_version", "messages": {rank: [url]}}}
-    POST /finish_weight_update         {"weight_version", "digests": {rank: {name: digest}}}
+                                       the last one also with "digests": {rank: {name: digest}}
+    POST /finish_weight_update         {"weight_version": "7"}
     POST /pause?mode=keep, /resume, /generate; GET /status
 
 Each rank fetches its messages by itself (GET, safetensors) into a second copy of its weights, while the first serves.
@@ -105,7 +107,7 @@ class Front:
 
     def finish_weight_update(self, body):
         self.within("finish", body)
-        self.state = {"copy": 1 - self.state["copy"], "version": body["weight_version"]}
+        self.state = {"copy": 1 - self.state["copy"], "version": int(body["weight_version"])}
         self.active = False
         self.ask("updating", "swap", self.state)
 

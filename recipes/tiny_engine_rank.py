@@ -1,4 +1,4 @@
-"""A rank of the small engine: its part of a model of Llama's form, and how it takes new weights. Plain torch."""
+"""A rank of the small engine: its part of a model of Llama's or Qwen3's form, and how it takes weights. Plain torch."""
 
 import json
 import math
@@ -20,7 +20,7 @@ SECONDS = 30.0
 
 
 class Shape:
-    """Sizes out of a ``config.json`` of Llama's form, and what each tp rank has of every tensor."""
+    """Sizes out of a ``config.json`` of Llama's or Qwen3's form, and what each tp rank has of every tensor."""
 
     def __init__(self, config, tp):
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -29,6 +29,9 @@ class Shape:
         self.inner, self.vocab = config["intermediate_size"], config["vocab_size"]
         self.eps, self.tied = config["rms_norm_eps"], config["tie_word_embeddings"]
         self.theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+        self.norms_heads = config["model_type"].startswith("qwen3")
+        self.experts, self.chosen = config.get("num_experts", 0), config.get("num_experts_per_tok")
+        self.expert, self.shares = config.get("moe_intermediate_size"), config.get("norm_topk_prob")
         self.tp = tp
 
     def rows(self, rank):
@@ -46,8 +49,15 @@ class Shape:
             found[f"{name}.input_layernorm.weight"] = found[f"{name}.post_attention_layernorm.weight"] = (self.hidden,)
             found[f"{name}.self_attn.qkv_proj.weight"] = (fused, self.hidden)
             found[f"{name}.self_attn.o_proj.weight"] = (self.hidden, self.heads // self.tp * self.head)
-            found[f"{name}.mlp.gate_up_proj.weight"] = (2 * self.inner // self.tp, self.hidden)
-            found[f"{name}.mlp.down_proj.weight"] = (self.hidden, self.inner // self.tp)
+            if self.norms_heads:
+                found[f"{name}.self_attn.q_norm.weight"] = found[f"{name}.self_attn.k_norm.weight"] = (self.head,)
+            if self.experts:
+                found[f"{name}.mlp.gate.weight"] = (self.experts, self.hidden)
+                found[f"{name}.mlp.experts.w13_weight"] = (self.experts, 2 * self.expert // self.tp, self.hidden)
+                found[f"{name}.mlp.experts.w2_weight"] = (self.experts, self.hidden, self.expert // self.tp)
+            else:
+                found[f"{name}.mlp.gate_up_proj.weight"] = (2 * self.inner // self.tp, self.hidden)
+                found[f"{name}.mlp.down_proj.weight"] = (self.hidden, self.inner // self.tp)
         if not self.tied:
             found["lm_head.weight"] = (last - first, self.hidden)
         return found
@@ -90,7 +100,7 @@ class Receiver:
             raise ValueError(f"not the layout of rank {self.rank}: {'; '.join(sorted(wrong))}")
 
     def start(self, _info):
-        self.base, self.received, self.peak = "nothing yet", 0, 0
+        self.base, self.digests, self.received, self.peak = "nothing yet", {}, 0, 0
 
     def update(self, info):
         if self.base != info["base_version"]:
@@ -101,6 +111,7 @@ class Receiver:
                 raise ValueError(f"changes since version {self.base}, and version {self.version} serves")
             else:
                 to.copy_(self.copies[self.current].flat)
+        self.digests = info.get("digests", {}).get(str(self.rank), {})
         for url in info["messages"].get(str(self.rank), ()):
             with urllib.request.urlopen(url, timeout=SECONDS) as answer:  # noqa: S310
                 body = bytearray(answer.read())
@@ -134,9 +145,8 @@ class Receiver:
                 room.copy_(flat.view(room.shape))
 
     def finish(self, info):
-        digests = info["digests"][str(self.rank)]
         tensors = self.copies[1 - self.current].tensors
-        if wrong := [name for name in tensors if f"{digest(tensors[name]):016x}" != digests.get(name)]:
+        if wrong := [name for name in tensors if f"{digest(tensors[name]):016x}" != self.digests.get(name)]:
             raise ValueError(f"not what version {info['weight_version']} is: {', '.join(wrong)}")
 
     def swap(self, state):
@@ -179,6 +189,20 @@ class Model:
         cos, sin = angles.cos().float(), angles.sin().float()
         return torch.cat((one * cos - other * sin, other * cos + one * sin), -1)
 
+    def mlp(self, take, name, x):
+        gate, up = (x @ take[f"{name}.gate_up_proj.weight"].T).chunk(2, -1)
+        return (F.silu(gate) * up) @ take[f"{name}.down_proj.weight"].T
+
+    def mixed(self, take, name, x):
+        """All experts for every token, weighed by the router's choice: a few tokens are no work."""
+
+        shares, numbers = (x @ take[f"{name}.gate.weight"].T).softmax(-1).topk(self.shape.chosen, -1)
+        shares = shares / shares.sum(-1, keepdim=True) if self.shape.shares else shares
+        weights = torch.zeros(*x.shape[:2], self.shape.experts).scatter(-1, numbers, shares)
+        gate, up = torch.einsum("btd,efd->btef", x, take[f"{name}.experts.w13_weight"]).chunk(2, -1)
+        each = torch.einsum("btef,edf->bted", F.silu(gate) * up, take[f"{name}.experts.w2_weight"])
+        return torch.einsum("bted,bte->btd", each, weights)
+
     def log_probabilities(self, weights, tokens):
         """[B, T] -> float32 [B, T, V]."""
         shape, (first, last) = self.shape, self.shape.rows(self.rank)
@@ -192,11 +216,12 @@ class Model:
             normed = self.norm(x, take[f"{name}.input_layernorm.weight"])
             fused = (normed @ take[f"{name}.self_attn.qkv_proj.weight"].T).unflatten(-1, (-1, shape.head))
             q, k, v = fused.transpose(1, 2).split((heads, groups, groups), dim=1)
+            if shape.norms_heads:
+                q, k = (self.norm(of, take[f"{name}.self_attn.{n}_norm.weight"]) for of, n in ((q, "q"), (k, "k")))
             mixed = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True, enable_gqa=True)
             x = x + self.sum(mixed.transpose(1, 2).flatten(2) @ take[f"{name}.self_attn.o_proj.weight"].T)
             normed = self.norm(x, take[f"{name}.post_attention_layernorm.weight"])
-            gate, up = (normed @ take[f"{name}.mlp.gate_up_proj.weight"].T).chunk(2, -1)
-            x = x + self.sum((F.silu(gate) * up) @ take[f"{name}.mlp.down_proj.weight"].T)
+            x = x + self.sum((self.mixed if shape.experts else self.mlp)(take, f"{name}.mlp", normed))
         head = take["model.embed_tokens.weight" if shape.tied else "lm_head.weight"]
         logits = torch.zeros(*tokens.shape, shape.vocab)
         logits[..., first:last] = self.norm(x, take["model.norm.weight"]) @ head.T

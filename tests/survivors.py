@@ -86,13 +86,16 @@ class Plant:
                 raise RuntimeError("gloo: planted")
 
 
-def survive(case, layout, size, falls, visits, seconds=100, **more):
-    """Train on ``size`` members that fall as told; what each saw, None of the fallen."""
+def survive(case, layout, size, falls, visits, seconds=100, beside=lambda *_: None, **more):
+    """Train on ``size`` members that fall as told; what each saw, None of the fallen.
+
+    ``beside(sw, step, found)`` is called behind each step.
+    """
 
     def work(world):
-        return (
-            _ring(world, size, falls) if world.rank == size else _train(world, case, layout, size, falls, visits, more)
-        )
+        if world.rank == size:
+            return _ring(world, size, falls)
+        return _train(world, case, layout, size, falls, visits, beside, more)
 
     found = ranks.run(size + 1, work, seconds, silent={fall.member for fall in falls})
     return found[:size]
@@ -128,7 +131,7 @@ def _ring(world, size, falls):
     return "rung"
 
 
-def _train(world, case, layout, size, falls, visits, more):
+def _train(world, case, layout, size, falls, visits, beside, more):
     take_realtime(RANK_PRIORITY)
     run = _run_store(world)
     worlds = Worlds(
@@ -157,9 +160,11 @@ def _train(world, case, layout, size, falls, visits, more):
     def after(result):
         plant.at(result.step, "updated")
         found["steps"].append((result.step, result.loss, result.ids.tolist(), data.take()))
-        found["apart"].append(distance(sw.world, sw.rank, visits[result.step]))
+        if visits:
+            found["apart"].append(distance(sw.world, sw.rank, visits[result.step]))
         found["worlds"].append(sw.layout.world_size)
         found["began"].append(time.monotonic())
+        beside(sw, result.step, found)
 
     Trainer(job, data, sw, after).run(case.steps)
     return found | {"left": sw.left, "switches": books.switches, "losses": books.losses, "kept": books.kept_steps}

@@ -37,6 +37,26 @@ def test_a_model_of_transformers_trains_under_tp_as_one_process(tmp_path, name, 
         torch.testing.assert_close(two[key], value, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama", LlamaForCausalLM),
+        pytest.param("qwen3_moe", Qwen3MoeForCausalLM, marks=pytest.mark.sweep),
+        pytest.param("gpt2_without_dropout", GPT2LMHeadModel, marks=pytest.mark.sweep),
+    ],
+    ids=["llama", "qwen3_moe", "gpt2"],
+)
+def test_a_model_whose_first_layout_has_tp_is_saved_as_one_process_has_it(tmp_path, name, kind):
+    """The first layout alone is built with values: later ones are built on meta, and filled."""
+    first = trained(2, "hf_models", name, "tp2", (), folder=str(tmp_path / "two"))
+    plain = trained(1, "hf_models", name, "dp1", (), folder=str(tmp_path / "one"))
+    compare(first, plain, ["tp2"])
+    one, two = (weights(tmp_path / folder, kind) for folder in ("one", "two"))
+    assert one.keys() == two.keys()
+    for key, value in one.items():
+        torch.testing.assert_close(two[key], value, rtol=0, atol=1e-12)
+
+
 @pytest.mark.sweep
 def test_what_a_rank_drops_is_the_same_whether_its_layout_changes_or_not(tmp_path):
     """GPT-2 with ``nn.Dropout``, whose streams go on; saved under dp."""

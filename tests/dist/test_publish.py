@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests import oracle
-from tests.engines import Listening, ask, engine, right_digests
+from tests.engines import Listening, ask, engine, right_digests, whole_weights
 from tests.jobs import Case, everywhere, switcher
 from tests.shapes import small_shape
 
@@ -32,15 +32,6 @@ ROUND, RATE = 1 << 15, 1 << 17
 def served(tmp_path_factory):
     with engine(tmp_path_factory.mktemp("engine"), SHAPE, tp=2, dtype="bfloat16") as url:
         yield url
-
-
-def whole(sw):
-    """Every parameter, whole, on every rank."""
-    found = {}
-    for name, entry in sw.world.found.items():
-        value = entry.value.detach()
-        found[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
-    return found
 
 
 def target(url, client=None, **more):
@@ -72,12 +63,12 @@ def test_the_weights_of_a_named_step_are_served_while_training_goes_on(served, m
         def publish(sw, step):
             if step in {2, 5}:
                 trained.clear()
-                ends.append((sw.publish(to if step == 2 else slowly), whole(sw)))
+                ends.append((sw.publish(to if step == 2 else slowly), whole_weights(sw)))
             if step in {4, 6}:  # two steps later, or one
                 beside = not ends[-1][0].done
                 trained.set()
                 done = ends[-1][0].wait()
-                return done, client.digests if world.rank == 0 else None, ends[-1][1], beside
+                return done, client.digests[-1] if world.rank == 0 else None, ends[-1][1], beside
             return None
 
         losses, told = run(world, 7, publish)
@@ -241,8 +232,8 @@ def test_changes_of_one_percent_are_sent_in_less_than_five_and_are_the_same_bits
             publish = sw.publish(to, changes=step < 3)
             before = client.nbytes
             done = publish.wait()
-            digests = client.digests if world.rank == 0 else None
-            ends.append((done, digests, whole(sw), client.nbytes - before))
+            digests = client.digests[-1] if world.rank == 0 else None
+            ends.append((done, digests, whole_weights(sw), client.nbytes - before))
             dist.barrier()
             for entry in sw.world.found.values():
                 change(local_tensor(entry.value), step)

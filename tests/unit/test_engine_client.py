@@ -47,14 +47,14 @@ def test_the_calls_are_those_of_vllms_server():
         assert client.start_weight_update() == {"weight_version": 7}
         client.update_weights({"names": ["a"]})
         client.pause_generation()
-        client.finish_weight_update({"weight_version": 8})
+        client.finish_weight_update({"weight_version": "8"})
         client.resume_generation()
     assert asked == [
         ("/init_weight_transfer_engine", {"init_info": {"dtype": "bfloat16"}}),
         ("/start_weight_update", {}),
         ("/update_weights", {"update_info": {"names": ["a"]}}),
         ("/pause?mode=keep", {}),
-        ("/finish_weight_update", {"weight_version": 8}),
+        ("/finish_weight_update", {"weight_version": "8"}),
         ("/resume", {}),
     ]
 

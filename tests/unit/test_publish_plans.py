@@ -1,10 +1,11 @@
 """Plans from a run's layout into an engine's own tensors: every element once, where the engine expects it."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.shapes import MIXTRAL, experts_shape, small_shape
+from tests.shapes import MIXTRAL, QWEN3_MOE, experts_shape, latent_shape, small_shape
 
 from dynatrain.judge.judge import judge_all
 from dynatrain.judge.publish import judge_deliveries
@@ -16,13 +17,17 @@ from dynatrain.plan.publish import Publication, copied_bytes, predicted_bytes
 from dynatrain.space.box import whole, within
 from dynatrain.space.decoder import catalogue
 from dynatrain.space.engine import Engine
+from dynatrain.space.engine_names import FUSED
 from dynatrain.space.hf_config import ModelError
+from dynatrain.space.hf_names import file_parts, file_shapes
 from dynatrain.space.ownership import declared
 
 LLAMA = small_shape(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=8)
 GPT2 = small_shape(
     family="gpt2", num_key_value_heads=4, num_hidden_layers=4, tie_word_embeddings=True, max_position_embeddings=63
 )
+QWEN3 = experts_shape(QWEN3_MOE, num_key_value_heads=4, qk_norm=True)
+DEEPSEEK = latent_shape()
 
 
 def published(shape, run, engine, **options):
@@ -61,8 +66,10 @@ def expected(shape, plan, rank):
         parts = []
         for one in tensor.components:
             box = engine.ownership.box(logical[one.tensor], rank)
-            if box is not None:
-                part = right[one.tensor][within(box, whole(logical[one.tensor].shape))]
+            if box is not None and one.expert in (None, *range(*box[0])):
+                mine = ((one.expert, one.expert + 1), *box[1:]) if one.expert is not None else box
+                part = right[one.tensor][within(mine, whole(logical[one.tensor].shape))]
+                part = part if one.expert is None else part[0]
                 parts.append(part.T if one.transposed else part)
         if parts:
             made[tensor.name] = np.concatenate(parts, axis=tensor.dim)
@@ -70,19 +77,26 @@ def expected(shape, plan, rank):
 
 
 CASES = [
-    (LLAMA, "fsdp4", "tp2"),
-    (LLAMA, "pp2.tp2", "tp4"),
-    (LLAMA, "dp2.fsdp2", "dp2.tp2"),
-    (LLAMA, "fsdp2.tp2", "tp8"),
-    (LLAMA, "pp4", "pp2.tp2"),
-    (GPT2, "fsdp4", "tp2"),
-    (GPT2, "tp4", "dp1"),
+    (LLAMA, "fsdp4", "tp2", FUSED),
+    (LLAMA, "pp2.tp2", "tp4", FUSED),
+    (LLAMA, "dp2.fsdp2", "dp2.tp2", FUSED),
+    (LLAMA, "fsdp2.tp2", "tp8", FUSED),
+    (LLAMA, "pp4", "pp2.tp2", FUSED),
+    (GPT2, "fsdp4", "tp2", FUSED),
+    (GPT2, "tp4", "dp1", FUSED),
+    (QWEN3, "fsdp4.ep4", "tp2", FUSED),
+    (QWEN3, "fsdp2.tp2.ep2.etp2", "tp4", FUSED),
+    (QWEN3, "fsdp4.ep2", "tp4.ep4", FUSED),
+    (QWEN3, "tp4.etp4", "tp4.ep2", {}),
+    (experts_shape(MIXTRAL), "pp2.fsdp2.ep2", "dp2.tp2", FUSED),
+    (DEEPSEEK, "fsdp4.ep2.etp2", "tp2", FUSED),
+    (DEEPSEEK, "dp2.fsdp2", "tp2.ep2", {"gate_up_proj": FUSED["gate_up_proj"]}),
 ]
 
 
-@pytest.mark.parametrize(("shape", "run", "far"), CASES, ids=[f"{case[1]}-{case[2]}" for case in CASES])
-def test_every_element_arrives_once_in_its_place(shape, run, far):
-    plan = published(shape, run, far)
+@pytest.mark.parametrize(("shape", "run", "far", "fused"), CASES, ids=[f"{case[1]}-{case[2]}" for case in CASES])
+def test_every_element_arrives_once_in_its_place(shape, run, far, fused):
+    plan = published(shape, run, far, fused=fused)
     parts = [plan.part(holder) for holder in range(plan.holders)]
     assert judge_all(plan.engine.catalogue, plan.old, plan.new, parts).problems == ()
     arriving = by_rank(plan, range(plan.first))
@@ -93,6 +107,7 @@ def test_every_element_arrives_once_in_its_place(shape, run, far):
         for one in arriving[rank]:
             logical = plan.engine.catalogue[one.move.tensor]
             part = right[logical.name][within(one.move.box, whole(logical.shape))]
+            part = part[0] if one.transform.apart else part
             room = made[one.tensor][tuple(slice(*ends) for ends in one.place)]
             room[...] = part.T if one.transform.transposed else part
         wanted = expected(shape, plan, rank)
@@ -117,6 +132,50 @@ def test_the_engine_has_the_names_and_shapes_that_vllm_fuses():
     assert plain[f"{layer}.self_attn.k_proj.weight"] == (16, 64)
 
 
+def test_experts_are_stacked_as_vllm_and_sglang_have_them():
+    shapes = published(QWEN3, "fsdp4.ep4", "tp2").engine.local_shapes(1)
+    assert shapes["model.layers.1.mlp.experts.w13_weight"] == (8, 2 * 48 // 2, 64)
+    assert shapes["model.layers.1.mlp.experts.w2_weight"] == (8, 64, 48 // 2)
+    assert shapes["model.layers.1.mlp.gate.weight"] == (8, 64)
+    dealt = published(QWEN3, "fsdp4.ep4", "tp4.ep2").engine
+    assert dealt.local_shapes(3)["model.layers.1.mlp.experts.w13_weight"] == (8 // 2, 2 * 48 // 2, 64)
+    assert dealt.whole_shapes()["model.layers.1.mlp.experts.w13_weight"] == (8, 2 * 48, 64)
+    plan = published(QWEN3, "dp1", "tp2")
+    up = [tensor.name for tensor in plan.engine.catalogue].index("layers.1.mlp.experts.up_proj")
+    places = [one.place for one in by_rank(plan, [0])[1] if one.move.tensor == up]
+    assert places == [((0, 8), (24, 48), (0, 64))]  # of every expert behind its rows of the gate
+    mixtral = published(experts_shape(MIXTRAL), "dp1", "tp2").engine.local_shapes(0)
+    assert mixtral["model.layers.0.block_sparse_moe.experts.w2_weight"] == (6, 64, 48)
+    latent = published(DEEPSEEK, "dp1", "tp2").engine
+    assert latent.local_shapes(0)["model.layers.1.self_attn.fused_qkv_a_proj.weight"] == (24 + 20 + 8, 64)
+    assert latent.local_shapes(0)["model.layers.1.mlp.shared_experts.gate_up_proj.weight"] == (2 * 2 * 32 // 2, 64)
+
+
+@pytest.mark.parametrize("shape", [LLAMA, GPT2, QWEN3, experts_shape(MIXTRAL), DEEPSEEK])
+def test_an_engine_that_fuses_nothing_has_what_the_files_have(shape):
+    plan = published(shape, "dp1", "dp1", fused={})
+    assert plan.engine.whole_shapes() == plan.engine.local_shapes(0) == file_shapes(shape)
+    made = {name: np.full(sizes, -1) for name, sizes in file_shapes(shape).items()}
+    for name, parts in file_parts(shape).items():
+        for part in parts:
+            value = values(shape)[name][within(part.box, whole(values(shape)[name].shape))]
+            value = value.T if part.transposed else value
+            room = made[part.tensor][tuple(slice(*ends) for ends in part.file_box)]
+            room[...] = value.reshape(room.shape)
+    wanted = expected(shape, plan, 0)
+    assert wanted.keys() == made.keys()
+    assert all(np.array_equal(wanted[name], value) for name, value in made.items())
+
+
+def test_a_routers_bias_has_thirty_two_bits_whatever_the_rest_has():
+    plan = published(DEEPSEEK, "fsdp2", "tp2")
+    casts = {one.tensor: one.transform.cast for one in by_rank(plan, [0, 1])[1]}
+    found = {name for name, cast in casts.items() if cast != "bfloat16"}
+    assert found == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
+    assert {casts[name] for name in found} == {"float32"}
+    assert not any("tokens_per_expert" in name for name in casts)
+
+
 def test_a_run_of_hugging_faces_names_is_the_same_engine():
     ours = catalogue(LLAMA, optimizer="")
     theirs = tuple(
@@ -125,6 +184,12 @@ def test_a_run_of_hugging_faces_names_is_the_same_engine():
     )
     one, other = (Engine.of(LLAMA, "tp2", held) for held in (ours, theirs))
     assert [one.local_shapes(rank) for rank in (0, 1)] == [other.local_shapes(rank) for rank in (0, 1)]
+    theirs = tuple(
+        replace(tensor, name=tensor.name if tensor.name == "lm_head.weight" else f"model.{tensor.name}")
+        for tensor in catalogue(QWEN3, optimizer="")
+    )
+    one, other = (Engine.of(QWEN3, "tp2", held) for held in (catalogue(QWEN3, optimizer=""), theirs))
+    assert one.local_shapes(1) == other.local_shapes(1)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +199,7 @@ def test_a_run_of_hugging_faces_names_is_the_same_engine():
         (lambda one: replace(one, transform=Transform("bfloat16", transposed=True)), "wrong way round"),
         (lambda one: replace(one, transform=Transform("float16")), "cast"),
         (lambda one: replace(one, transform=Transform("e8")), "cast"),
+        (lambda one: replace(one, transform=Transform("bfloat16", apart=True)), "dim of the experts is gone"),
         (lambda one: replace(one, tensor="model.norm.weight"), "is no part of it"),
     ],
 )
@@ -168,6 +234,7 @@ def test_what_a_rank_holds_for_a_publish_is_what_it_sends_in_the_engines_dtype()
     [
         ("fsdp2", {}, "an engine's axes are"),
         ("tp3", {}, "not legal"),
+        ("tp2.ep2", {}, "not legal"),
         ("tp2", {"dtype": "int8"}, "dtype is 'int8'"),
         ("tp2", {"fused": {"both": ("q_proj", "z_proj")}}, "self_attn.z_proj.weight, which the model has not"),
     ],
@@ -177,11 +244,32 @@ def test_what_no_engine_is_is_refused_with_the_rule(layout, options, says):
         Engine.of(LLAMA, layout, catalogue(LLAMA), **options)
 
 
+@pytest.mark.parametrize(
+    ("layout", "options", "says"),
+    [
+        ("tp4.etp2", {}, "etp2: each expert is cut over what ep leaves of tp, 4 rank"),
+        ("dp2.ep2", {}, "does not divide the 1 ranks"),
+        ("tp16.ep16", {}, "does not divide the experts, 8"),
+        ("tp2", {"fused": {"experts.w": ("gate_proj", "z_proj")}}, "experts.z_proj, which the model has not"),
+    ],
+)
+def test_what_no_engine_does_to_experts_is_refused_with_the_rule(layout, options, says):
+    with pytest.raises((LayoutError, ModelError), match=says):
+        Engine.of(QWEN3, layout, catalogue(QWEN3), **options)
+
+
 def test_tensors_of_another_model_are_refused_by_name():
     other = catalogue(small_shape(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=16))
     with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj.weight of shape \[128, 64\]"):
         Engine.of(LLAMA, "tp2", other)
     with pytest.raises(ModelError, match="the run has no tensor norm"):
         Engine.of(LLAMA, "tp2", tuple(one for one in catalogue(LLAMA) if one.name != "norm.weight"))
-    with pytest.raises(ModelError, match="only dense models"):
-        Engine.of(experts_shape(MIXTRAL), "tp2", catalogue(experts_shape(MIXTRAL)))
+
+
+def test_the_judge_sees_an_expert_in_the_place_of_another():
+    plan = published(QWEN3, "fsdp4.ep4", "tp2", fused={})
+    arriving = by_rank(plan, range(plan.first))
+    found = [i for i, one in enumerate(arriving[0]) if re.search(r"experts\.[01]\.gate_proj", one.tensor)]
+    one, other = (arriving[0][at] for at in found[:2])
+    arriving[0][found[0]], arriving[0][found[1]] = replace(one, move=other.move), replace(other, move=one.move)
+    assert sum("is no part of it" in problem for problem in judge_deliveries(plan.engine, arriving)) == 2

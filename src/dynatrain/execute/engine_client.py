@@ -28,11 +28,12 @@ class EngineClient(Protocol):
         """Take one round of messages.
 
         The info has ``weight_version``, ``base_version``, ``names``, ``dtype_names`` and ``shapes`` (of whole tensors),
-        and ``messages``, the addresses that each rank is to fetch.
+        and ``messages``, the addresses that each rank is to fetch. The last one also has ``digests``, of each rank by
+        name: vLLM's server hands this info to whoever takes the weights, and nothing of the calls behind it.
         """
 
     def finish_weight_update(self, finish_info: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Hold all tensors against ``digests``, of each rank by name, and serve ``weight_version`` from now on."""
+        """Hold all tensors against the digests, and serve ``weight_version``, a text there, from now on."""
 
     def pause_generation(self) -> Mapping[str, Any]:
         """Freeze what is being generated, to go on with it later."""

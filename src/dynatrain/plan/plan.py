@@ -137,10 +137,12 @@ class Transform:
     Attributes:
         cast: element type that it arrives in.
         transposed: its two dims arrive the other way round.
+        apart: it is of one expert of a stack, and arrives without the stack's dim.
     """
 
     cast: str
     transposed: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """Plans with an inference engine at the far end: its ranks are holders behind the run's, and its layout an ownership.
 
 The moves are those of any plan. What the engine's own tensors are adds to each of them a place in one of these and a
-transform; nothing else of a plan changes.
+transform; nothing else of a plan changes. Where experts lie apart there, a move of several is a delivery for each.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynatrain.plan.build import rank_plan
 from dynatrain.plan.plan import Delivery, Move, RankPlan, Schedule, Transform
@@ -62,7 +62,12 @@ class Publication:
     def deliveries(self, moves: Iterable[Move]) -> tuple[Delivery, ...]:
         """What becomes of moves to the engine there."""
         slots = {rank: self._slots(rank) for rank in self.engine.ranks}
-        return tuple(self._delivered(move, *slots[move.dst - self.first][move.tensor]) for move in moves)
+        return tuple(
+            self._delivered(replace(move, box=box), name, slot)
+            for move in moves
+            for name, slot in slots[move.dst - self.first][move.tensor]
+            if (box := intersect(move.box, slot.box)) is not None
+        )
 
     def rounds(self, deliveries: Sequence[Delivery]) -> tuple[dict[int, tuple[Delivery, ...]], ...]:
         """Deliveries by round, and within it by the engine's rank that they go to."""
@@ -73,16 +78,22 @@ class Publication:
             of_round.setdefault(one.move.dst - self.first, []).append(one)
         return tuple({rank: tuple(its) for rank, its in of_round.items()} for of_round in found)
 
-    def _slots(self, rank: int) -> Mapping[int, tuple[str, Slot]]:
+    def _slots(self, rank: int) -> Mapping[int, Sequence[tuple[str, Slot]]]:
+        """Of each tensor of the catalogue that a rank of the engine has, where it lies."""
         index = {tensor.name: number for number, tensor in enumerate(self.engine.catalogue)}
-        return {index[slot.tensor]: (name, slot) for name, slots in self.engine.slots(rank).items() for slot in slots}
+        found: dict[int, list[tuple[str, Slot]]] = {}
+        for name, slots in self.engine.slots(rank).items():
+            for slot in slots:
+                found.setdefault(index[slot.tensor], []).append((name, slot))
+        return found
 
     def _delivered(self, move: Move, name: str, slot: Slot) -> Delivery:
         inside = [(low - start, high - start) for (low, high), (start, _) in zip(move.box, slot.box, strict=True)]
+        inside = inside[1:] if slot.apart else inside
         inside = inside[::-1] if slot.transposed else inside
         place = tuple((at + low, at + high) for (low, high), (at, _) in zip(inside, slot.place, strict=True))
         assert intersect(place, slot.place) == place
-        return Delivery(move, name, place, Transform(self.engine.dtype, slot.transposed))
+        return Delivery(move, name, place, Transform(self.engine.dtype_of(name), slot.transposed, slot.apart))
 
 
 Key = tuple[int, Box]

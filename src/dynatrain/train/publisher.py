@@ -24,9 +24,10 @@ class EngineTarget:
     Attributes:
         engine: its address, or who makes its calls: see :class:`~dynatrain.execute.engine_client.EngineClient`.
         config: Hugging Face's ``config.json`` of the model, parsed (``config.to_dict()`` in ``transformers``).
-        layout: of the engine's ranks, such as ``tp2`` or ``dp2.tp4`` (two replicas).
-        dtype: of its weights: ``bf16``, ``fp16`` or ``fp32``.
-        fused: name of each module that it fuses, and the modules in it, in their order; ``{}`` for none.
+        layout: of the engine's ranks, such as ``tp2``, ``dp2.tp4`` (two replicas) or ``tp4.ep4`` (experts dealt out).
+        dtype: of its weights: ``bf16``, ``fp16`` or ``fp32``. A router's bias has at least 32 bits.
+        fused: name of each module that it fuses, and the modules in it, in their order; ``{}`` for none, as the files
+            have it. ``experts.NAME`` is a stack of all experts of a layer.
         mib_per_second: most that each rank sends; 0 for no bound.
         round_bytes: bytes of tensors, in the run's dtype, that one ``update_weights`` brings; at least one tensor.
         host: the address of this rank's machine for the engine's.

@@ -140,10 +140,12 @@ class Publishing:
         for (index, box), how in drawn.copies.items():
             piece = pieces[number[drawn.publication.engine.catalogue[index].name], 0]
             view = piece.tensor[within(box, piece.box)]
+            view = view[0] if how.apart else view
             views[_label((index, box))] = view.T if how.transposed else view
-        dtype = getattr(torch, drawn.publication.engine.dtype)
+        dtypes = {_label(key): getattr(torch, how.cast) for key, how in drawn.copies.items()}
 
-        def copied(view: torch.Tensor) -> torch.Tensor:
+        def copied(label: str, view: torch.Tensor) -> torch.Tensor:
+            dtype = dtypes[label]
             self._held.add(view.numel() * dtype.itemsize)
             return torch.empty(view.shape, dtype=dtype).copy_(view)
 
@@ -309,18 +311,20 @@ class Publishing:
                 "weight_version": self.version,
                 "base_version": None if self._since is None else self._since.version,
                 "names": names,
-                "dtype_names": [engine.dtype] * len(names),
+                "dtype_names": [engine.dtype_of(name) for name in names],
                 "shapes": [shapes[name] for name in names],
                 "messages": {
                     str(rank): [f"{urls[sender]}/{number}/{rank}" for sender in senders]
                     for rank, senders in of_round.items()
                 },
             }
+            if number + 1 == len(drawn.senders):  # what follows hands nothing but the version on
+                info["digests"] = digests
             self._client.update_weights(info)
         # Only now: what came is a second copy, and generation need not wait for it.
         self._client.pause_generation()
         try:
-            self._client.finish_weight_update({"weight_version": self.version, "digests": digests})
+            self._client.finish_weight_update({"weight_version": str(self.version)})
         finally:
             self._client.resume_generation()
 

@@ -22,7 +22,7 @@ class Snapshot:
         tensors: by key.
         budget: bytes of copies that may wait to be taken; one copy larger than it may wait alone. 0 for no bound.
         looks: called behind the copies, each once: what only reads tensors that are not to be written yet.
-        copy: makes the copy of a tensor, on the host.
+        copy: makes the copy of a tensor, by its key, on the host.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Snapshot:
         budget: int,
         looks: Mapping[str, Callable[[], None]] | None = None,
         *,
-        copy: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor.to("cpu", copy=True),
+        copy: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor.to("cpu", copy=True),
     ) -> None:
         self._tensors = dict(tensors)
         self._looks = dict(looks or {})
@@ -119,7 +119,7 @@ class Snapshot:
             return partial(self._copy, key, self._tensors.pop(key))
 
     def _copy(self, key: str, tensor: torch.Tensor) -> None:
-        copy = self._make(tensor.detach())
+        copy = self._make(key, tensor.detach())
         with self._changed:
             self._copies[key] = copy
 
