@@ -40,6 +40,8 @@ def test_every_method_is_measured_and_checked_and_what_it_cannot_do_is_said(tmp_
         assert row.keys() >= FIELDS
         possible = row["method"] != "redistribute"
         assert (row["seconds"] is not None) == possible == (not row["note"])
+        assert row["probed"].keys() == {"link", "wire", "copy", "group_link", "group_wire", "digest"}
+        assert 0 < row["probed"]["group_link"] <= row["probed"]["link"]
         assert row["runs"] == (2 if row["method"] == "dynatrain" else possible)
         if not possible:
             continue
