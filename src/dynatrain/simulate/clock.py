@@ -107,13 +107,15 @@ def _round(transfers: Transfers, links: Links, ranks: int) -> _Round:
     machines = links.machines
     src, dst, nbytes = _away(transfers)
     taken = links.of(src, dst)
-    messages = _messages(transfers, machines.message_bytes, ranks) * machines.message_us * 1e-6
+    count = _messages(transfers, machines.message_bytes, ranks)
+    messages = count * machines.message_us * 1e-6
     through = (_load(taken, nbytes, links) / links.rate)[taken].max(axis=0, initial=0.0)
     lasts = np.maximum(through, np.maximum(messages[src], messages[dst])) + machines.round_us * 1e-6
     works = _work(transfers, machines, ranks)
     hashed = _sums(src, nbytes, ranks) + _sums(dst, nbytes, ranks)
     hashes = hashed / (1e9 * machines.checksum_gb_s or np.inf)
-    return _Round(transfers, src, dst, lasts, works, hashes, _shared(works + hashes, machines))
+    posts = messages + (count > 0) * machines.round_us * 1e-6
+    return _Round(transfers, src, dst, lasts, works, hashes, _shared(works + hashes + posts, machines))
 
 
 def _work(transfers: Transfers, machines: Machines, ranks: int) -> Floats:
