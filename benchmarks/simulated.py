@@ -1,13 +1,13 @@
 """Holds ``dynatrain simulate``'s model of one machine against real switches: what it is fitted to, and what it is not.
 
     python benchmarks/simulated.py                   # measures 25m and 200m on 4 ranks, then prints the tables
-    python benchmarks/simulated.py --models 25m      # one of them; what was measured before is kept
+    python benchmarks/simulated.py --models 25m --repeats 1   # one of them, once more: added to what is in the file
     python benchmarks/simulated.py --models ""       # the tables alone
 
 The costs of processors are fitted (``simulate.fit.from_switches``) to the switches of CALIBRATION, at the rates of a
 probe; then the seconds of all others are foretold, other pairs of layouts and the other model, and those of three plans
 that were made bad on purpose. Seconds are those of ``move`` on the slowest rank, the least of the repeats, because what
-disturbs only slows; every outcome is checked by digests, as in any switch. Everything goes to ``simulated.json``.
+disturbs only slows; every outcome is checked by digests, as in any switch. Everything is added to ``simulated.json``.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import tempfile
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -81,9 +80,18 @@ def _short(catalogue, _bytes, sides):
     return _keep_schedule(catalogue, 1 << 24, sides)
 
 
-def _first(self, cell, box, *_):
-    """Whatever a target holds, the first holder sends it."""
-    return Cut(box, cell, self.old.owners(cell)[:1], 0)
+def _to_all(self, _cell, targets):
+    """Whatever they hold, unless it stays where it lies."""
+    return (target for target in targets if not self.keeps(target))
+
+
+def _first(self, cell, *_):
+    """The first holder, whatever others there are, and whoever asks."""
+    return self.old.owners(cell)[:1], 0
+
+
+def _from_first(self, cell, box, *_):
+    return Cut(box, cell, *_first(self, cell))
 
 
 _keep_schedule = planned.keep_schedule
@@ -95,7 +103,8 @@ def planted(what):
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(wire, "BUNDLE_BYTES", MESSAGE_BYTES.get(what, wire.BUNDLE_BYTES)))
         if what == "one sender":
-            stack.enter_context(patch.object(Family, "_cut", _first))
+            for name, rule in (("_cut", _from_first), ("_senders", _first), ("_lacking", _to_all)):
+                stack.enter_context(patch.object(Family, name, rule))
         if schedule := {"unbalanced rounds": _alone, "shorter rounds": _short}.get(what):
             stack.enter_context(patch.object(planned, "keep_schedule", schedule))
             stack.enter_context(patch.object(blueprint, "keep_schedule", schedule))
@@ -119,8 +128,8 @@ class Planted(bench_rank.Bench):
             yield sample
 
 
-def measure(model, repeats):
-    """Samples of all switches of ``model``, and the best rates of the probes between them."""
+def measure(model, repeats, found):
+    """Add samples of all switches of ``model`` to ``found``, and the best rates of the probes between them."""
     switches = SWITCHES[model]
     schedule = []
     for _ in range(repeats):
@@ -128,18 +137,18 @@ def measure(model, repeats):
         for old, new, what in switches:
             ways = ("gloo",) if "messages" in what else ("memory", "gloo")
             schedule += [((old, new), ((way, what),)) for way in ways]
-    seconds, rates = defaultdict(list), defaultdict(float)
+    seconds, rates = found["seconds"], found["probed"]
     with tempfile.TemporaryDirectory(dir=bench.TMPFS) as folder, patch.object(bench, "Bench", Planted):
         everywhere = bench._everywhere(resolve_model(model), schedule, RANKS, Path(folder) / "unused")
         for (case, (method,)), samples in zip(schedule, everywhere, strict=True):
             if method == "probe":
                 for name, rate in samples[0].probed.items():
-                    rates[name] = max(rates[name], rate)
+                    rates[name] = max(rates.get(name, 0.0), rate)
                 continue
             assert samples[0].transport == method[0], f"{samples[0].transport} carried the moves, not {method[0]}"
-            seconds["|".join((model, *case, *method))].append(max(sample.seconds for sample in samples))
-            print(*case, *method, f"{max(sample.seconds for sample in samples):.3f} s", flush=True)
-    return {"probed": dict(rates), "seconds": dict(seconds), "cores": len(os.sched_getaffinity(0))}
+            taken = max(sample.seconds for sample in samples)
+            seconds.setdefault("|".join((model, *case, *method)), []).append(taken)
+            print(*case, *method, f"{taken:.3f} s", flush=True)
 
 
 def rounds_of(model, old, new, what):
@@ -200,7 +209,7 @@ def foretell(found, transport):
 def tables(found):
     """Lines for people: what was fitted, and how far off each prediction is."""
     rates = ", ".join(f"{name} {rate:.2f}" for name, rate in found["probed"].items() if rate)
-    yield f"{found['cores']} cores, load {found['load'][0]:.1f} before and {found['load'][1]:.1f} after"
+    yield f"{found['cores']} cores, load {min(found['loads']):.1f} to {max(found['loads']):.1f} before and after"
     yield f"probed, GB/s: {rates}"
     for transport in ("memory", "gloo"):
         fitted, rows, calibration = foretell(found, transport)
@@ -231,12 +240,16 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--file", type=Path, default=Path(__file__).with_suffix(".json"))
     given = parser.parse_args()
-    found = json.loads(given.file.read_text(encoding="utf-8")) if given.file.exists() else {"seconds": {}}
+    found = {"seconds": {}, "probed": {}, "loads": [], "cores": len(os.sched_getaffinity(0))}
+    if given.file.exists():
+        found = json.loads(given.file.read_text(encoding="utf-8"))
     for model in filter(None, given.models.split(",")):
-        before, measured = os.getloadavg()[0], measure(model, given.repeats)
-        kept = {name: seconds for name, seconds in found["seconds"].items() if not name.startswith(f"{model}|")}
-        found = {**found, **measured, "seconds": {**kept, **measured["seconds"]}, "load": [before, os.getloadavg()[0]]}
-        given.file.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        found["loads"].append(os.getloadavg()[0])
+        try:
+            measure(model, given.repeats, found)
+        finally:
+            found["loads"].append(os.getloadavg()[0])
+            given.file.write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(*tables(found), sep="\n")
 
 
