@@ -155,17 +155,17 @@ def draw(found, folder):
         figure.suptitle(f"{model}, {ranks} ranks: seconds in which all state changes its layout")
         for axes, record in zip(figure.subplots(len(records), squeeze=False)[:, 0], records, strict=True):
             rows = [row for row in record["rows"] if row["seconds"] is not None]
-            middle = [row["seconds"] for row in rows]
-            ends = list(zip(*(row["seconds_range"] for row in rows), strict=True))
-            reach = [[abs(end - at) for end, at in zip(side, middle, strict=True)] for side in ends]
-            colours = ["tab:blue" if row["method"] == "dynatrain" else "tab:grey" for row in rows]
-            names = [method(row) for row in rows]
-            axes.barh(names, middle, xerr=reach, color=colours, ecolor="black", capsize=2)
+            for row in rows:
+                middle, (least, most) = row["seconds"], row["seconds_range"]
+                reach = [[middle - least], [most - middle]]
+                colour = "tab:blue" if row["method"] == "dynatrain" else "tab:grey"
+                axes.errorbar([middle], [method(row)], xerr=reach, fmt="o", color=colour, capsize=3)
             floor = sorted(row["floor_seconds"] for row in rows)[len(rows) // 2]
             axes.axvline(floor, color="tab:red", linestyle="--", label=f"floor, {seconds(floor)}")
             axes.set(xscale="log", title=rows[0]["case"])
             axes.invert_yaxis()
-            axes.legend(loc="lower right")
+            axes.grid(axis="x", which="both", alpha=0.3)
+            axes.legend(loc="upper right")
             axes.set_xlabel(f"seconds\n{record['command']}\n{where(record)}; {speeds(record)}", fontsize=6)
         for kind, more in KINDS.items():
             figure.savefig(folder / f"{model}-{ranks}.{kind}", dpi=120, metadata=more)
@@ -201,8 +201,12 @@ def arguments(words):
     return found
 
 
-if __name__ == "__main__":
-    given = arguments(sys.argv[1:])
+def main(words):
+    """Run, write and draw. 0 where nothing is missing."""
+    given = arguments(words)
     lacking = 0 if given.plot else run(given)
-    drawn = show(given.plot or given.out)
-    sys.exit(0 if drawn and not lacking else 1)
+    return 0 if show(given.plot or given.out) and not lacking else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

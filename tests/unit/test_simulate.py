@@ -14,6 +14,7 @@ from dynatrain.plan.by_family import family_plan
 from dynatrain.plan.schedule import keep_schedule
 from dynatrain.simulate.clock import run
 from dynatrain.simulate.fit import from_switches, latency_and_rate, one_machine, work_of
+from dynatrain.simulate.floor import floor_parts
 from dynatrain.simulate.forecast import forecast
 from dynatrain.simulate.links import Links
 from dynatrain.simulate.machines import NAMED, MachineError, Machines, read_machines
@@ -236,6 +237,14 @@ def test_cores_are_not_done_with_several_rounds_before_all_of_their_work():
     machines = replace(PLAIN, copy_gb_s=10, cores=1)
     assert run(rounds, Links(machines, 4), 4).seconds == pytest.approx(4.0)
     assert run(rounds, Links(replace(machines, cores=0), 4), 4).seconds == pytest.approx(1.0)
+
+
+def test_the_floor_of_memory_is_that_of_all_ranks_where_they_share_cores():
+    def floor(cores):
+        plan = planned(layout(fsdp=8), layout(dp=8))  # every rank writes the same
+        return floor_parts(TENSORS, plan, replace(HOST, ranks_per_node=8, cores=cores), 8)["memory"]
+
+    assert [floor(cores) / floor(8) for cores in (0, 4, 1)] == pytest.approx([1, 2, 8])
 
 
 def on_host(*moves):
