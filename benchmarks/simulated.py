@@ -178,7 +178,7 @@ def machines_of(found, transport, message_bytes):
         link_bytes_per_second=rates[link] * 1e9,
         wire_bytes_per_second=rates[wires] * 1e9,
         copy_bytes_per_second=rates["copy"] * 1e9,
-        cores=min(RANKS, found["cores"]),
+        processors=min(RANKS, found["processors"]),
     )
     # Through memory a message is a word about where things lie, whatever their length.
     return replace(machines, message_bytes=1 << 40 if memory else message_bytes)
@@ -196,7 +196,7 @@ def foretell(found, transport):
         rounds, floor = rounds_of(model, old, new, what)
         plans[model, old, new, what] = rounds, floor(machines), machines.message_bytes, measured
         if (model, old, new, what) in calibration:
-            work = work_of(rounds, RANKS, cores=machines.cores, message_bytes=machines.message_bytes)
+            work = work_of(rounds, RANKS, processors=machines.processors, message_bytes=machines.message_bytes)
             samples.append((work, min(measured)))
     fitted = from_switches(machines_of(found, transport, MESSAGE_BYTES[""]), samples, reads=transport == "memory")
     rows = {}
@@ -209,7 +209,8 @@ def foretell(found, transport):
 def tables(found):
     """Lines for people: what was fitted, and how far off each prediction is."""
     rates = ", ".join(f"{name} {rate:.2f}" for name, rate in found["probed"].items() if rate)
-    yield f"{found['cores']} cores, load {min(found['loads']):.1f} to {max(found['loads']):.1f} before and after"
+    loads = f"load {min(found['loads']):.1f} to {max(found['loads']):.1f} before and after"
+    yield f"{found['processors']} processors, {loads}"
     yield f"probed, GB/s: {rates}"
     for transport in ("memory", "gloo"):
         fitted, rows, calibration = foretell(found, transport)
@@ -217,7 +218,7 @@ def tables(found):
         yield (
             f"{transport}: switch {fitted.switch_us / 1e3:.1f} ms, round {fitted.round_us:.0f} us, "
             f"message {fitted.message_us:.1f} us, piece {fitted.piece_us:.1f} us, "
-            f"sends at {fitted.send_gb_s:.2f} and receives at {fitted.receive_gb_s:.2f} GB/s, a core"
+            f"sends at {fitted.send_gb_s:.2f} and receives at {fitted.receive_gb_s:.2f} GB/s (0: no work)"
         )
         yield f"{'switch':44}{'foretold':>10}{'measured':>10}{'error':>8}{'floors foretold, measured':>28}"
         errors = []
@@ -240,7 +241,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--file", type=Path, default=Path(__file__).with_suffix(".json"))
     given = parser.parse_args()
-    found = {"seconds": {}, "probed": {}, "loads": [], "cores": len(os.sched_getaffinity(0))}
+    found = {"seconds": {}, "probed": {}, "loads": [], "processors": len(os.sched_getaffinity(0))}
     if given.file.exists():
         found = json.loads(given.file.read_text(encoding="utf-8"))
     for model in filter(None, given.models.split(",")):

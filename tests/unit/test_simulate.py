@@ -209,7 +209,7 @@ HOST = Machines(
     ranks_per_node=4,
     nvlink_gb_s=100,
     copy_gb_s=5,
-    cores=2,
+    processors=2,
     send_gb_s=2.5,
     receive_gb_s=2.5,
     piece_us=20,
@@ -217,34 +217,34 @@ HOST = Machines(
     round_us=3000,
     switch_us=20000,
 )
-"""Four ranks on two cores, about as one machine was measured (``benchmarks/simulated.py``)."""
+"""Four ranks on two processors, about as one machine was measured (``benchmarks/simulated.py``)."""
 
 
-def test_ranks_that_share_cores_share_their_time():
+def test_ranks_that_share_processors_share_their_time():
     plain = replace(PLAIN, copy_gb_s=10, nvlink_gb_s=1e6)
     both = (0, 1, 10), (2, 3, 10)
-    assert seconds((0, 1, 10), machines=replace(plain, cores=2)) == pytest.approx(1.0, rel=1e-3)
-    assert seconds(*both, machines=plain) == seconds(*both, machines=replace(plain, cores=2))
-    assert seconds(*both, machines=replace(plain, cores=1)) == pytest.approx(2.0, rel=1e-3)
-    assert seconds((0, 1, 10), (4, 5, 10), machines=replace(plain, cores=1)) == pytest.approx(1.0, rel=1e-3)
-    busy = replace(plain, cores=1, send_gb_s=20, receive_gb_s=5, copy_gb_s=1e6, piece_us=1e5, switch_us=2e5)
+    assert seconds((0, 1, 10), machines=replace(plain, processors=2)) == pytest.approx(1.0, rel=1e-3)
+    assert seconds(*both, machines=plain) == seconds(*both, machines=replace(plain, processors=2))
+    assert seconds(*both, machines=replace(plain, processors=1)) == pytest.approx(2.0, rel=1e-3)
+    assert seconds((0, 1, 10), (4, 5, 10), machines=replace(plain, processors=1)) == pytest.approx(1.0, rel=1e-3)
+    busy = replace(plain, processors=1, send_gb_s=20, receive_gb_s=5, copy_gb_s=1e6, piece_us=1e5, switch_us=2e5)
     assert seconds((0, 1, 10), machines=busy) == pytest.approx(0.5 + 2.0 + 2 * 0.1 + 0.2, rel=1e-3)
-    assert seconds((0, 1, 10), machines=replace(busy, cores=0)) == pytest.approx(2.0 + 0.1 + 0.2, rel=1e-3)
+    assert seconds((0, 1, 10), machines=replace(busy, processors=0)) == pytest.approx(2.0 + 0.1 + 0.2, rel=1e-3)
 
 
-def test_cores_are_not_done_with_several_rounds_before_all_of_their_work():
+def test_processors_are_not_done_with_several_rounds_before_all_of_their_work():
     rounds = [transfers(np.array([rank]), np.array([rank]), np.array([10 * GB])) for rank in range(4)]
-    machines = replace(PLAIN, copy_gb_s=10, cores=1)
+    machines = replace(PLAIN, copy_gb_s=10, processors=1)
     assert run(rounds, Links(machines, 4), 4).seconds == pytest.approx(4.0)
-    assert run(rounds, Links(replace(machines, cores=0), 4), 4).seconds == pytest.approx(1.0)
+    assert run(rounds, Links(replace(machines, processors=0), 4), 4).seconds == pytest.approx(1.0)
 
 
-def test_the_floor_of_memory_is_that_of_all_ranks_where_they_share_cores():
-    def floor(cores):
+def test_the_floor_of_memory_is_that_of_all_ranks_where_they_share_processors():
+    def floor(processors):
         plan = planned(layout(fsdp=8), layout(dp=8))  # every rank writes the same
-        return floor_parts(TENSORS, plan, replace(HOST, ranks_per_node=8, cores=cores), 8)["memory"]
+        return floor_parts(TENSORS, plan, replace(HOST, ranks_per_node=8, processors=processors), 8)["memory"]
 
-    assert [floor(cores) / floor(8) for cores in (0, 4, 1)] == pytest.approx([1, 2, 8])
+    assert [floor(processors) / floor(8) for processors in (0, 4, 1)] == pytest.approx([1, 2, 8])
 
 
 def on_host(*moves):
@@ -268,7 +268,7 @@ def test_what_processors_cost_is_found_again_from_switches(reads):
     host = replace(HOST, send_gb_s=0.0) if reads else HOST
     samples = []
     for rounds in (*RINGS, *STAYS, *BOXES):
-        work = work_of(rounds, 4, cores=2, message_bytes=host.message_bytes)
+        work = work_of(rounds, 4, processors=2, message_bytes=host.message_bytes)
         samples.append((work, run(rounds, Links(host, 4), 4).seconds))
     bare = replace(host, send_gb_s=0, receive_gb_s=0, piece_us=0, message_us=0, round_us=0, switch_us=0)
     found = from_switches(bare, samples, reads=reads)
@@ -280,7 +280,7 @@ def test_what_processors_cost_is_found_again_from_switches(reads):
 
 
 def test_no_cost_comes_out_negative():
-    works = [work_of(rounds, 4, cores=2, message_bytes=1 << 21) for rounds in (*RINGS, *STAYS, *BOXES)]
+    works = [work_of(rounds, 4, processors=2, message_bytes=1 << 21) for rounds in (*RINGS, *STAYS, *BOXES)]
     found = from_switches(HOST, [(work, 1e-3) for work in works], reads=True)
     assert min(found.receive_gb_s, found.piece_us, found.message_us, found.round_us, found.switch_us) >= 0
 

@@ -8,7 +8,7 @@ begins a round before everybody is done with the last. A link that ranks share o
 done sooner than all its bytes are through: the longest such time is the least that comes out.
 
 What ranks do themselves (copying, hashing, sending and receiving where that is a processor's work, dealing with pieces)
-takes each of them its time; where the ranks of a node share fewer cores, the work of all, divided among the cores, is
+takes each of them its time; where the ranks of a node share fewer processors, the work of all, divided among these, is
 one more link, which everybody takes who has something to do.
 
 This is a model: links are full as soon as anything travels, and nobody is disturbed by training that goes on.
@@ -60,7 +60,7 @@ class Outcome:
 class _Round:
     """One round: its transfers between ranks, how long each lasts, and how long each rank works, and hashes.
 
-    ``shared`` is how long the cores of a rank's node have to do in this round.
+    ``shared`` is how long the processors of a rank's node have to do in this round.
     """
 
     transfers: Transfers
@@ -129,11 +129,11 @@ def _work(transfers: Transfers, machines: Machines, ranks: int) -> Floats:
 
 
 def _shared(work: Floats, machines: Machines) -> Floats:
-    """What the cores of each rank's node have to do; nothing where ranks have cores of their own."""
-    if not machines.cores:
+    """What the processors of each rank's node have to do; nothing where ranks have processors of their own."""
+    if not machines.processors:
         return np.zeros_like(work)
     nodes = np.arange(len(work)) // machines.ranks_per_node
-    return np.asarray(np.bincount(nodes, work)[nodes] / machines.cores)
+    return np.asarray(np.bincount(nodes, work)[nodes] / machines.processors)
 
 
 def _outcome(seconds: float, rounds: list[tuple[Transfers, int]], links: Links, ranks: int) -> Outcome:

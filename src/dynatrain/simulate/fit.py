@@ -42,7 +42,7 @@ def one_machine(
     wire_bytes_per_second: float,
     copy_bytes_per_second: float,
     message_seconds: float = 0.0,
-    cores: int = 0,
+    processors: int = 0,
 ) -> Machines:
     """One machine whose ranks share processors and memory, as the bench's probe (``train.probe``) sees it.
 
@@ -52,20 +52,20 @@ def one_machine(
         wire_bytes_per_second: received by all ranks together, while all send and receive.
         copy_bytes_per_second: written by all ranks together, while all copy.
         message_seconds: of :func:`latency_and_rate`.
-        cores: processors that the ranks share; 0 where there are at least as many as ranks.
+        processors: that the ranks share; 0 where there are at least as many as ranks.
     """
     return replace(
         Machines(ranks_per_node=ranks, nvlink_gb_s=link_bytes_per_second / 1e9),
         fabric_gb_s=wire_bytes_per_second / 1e9,
-        copy_gb_s=copy_bytes_per_second / min(ranks, cores or ranks) / 1e9,
-        cores=cores,
+        copy_gb_s=copy_bytes_per_second / min(ranks, processors or ranks) / 1e9,
+        processors=processors,
         message_us=message_seconds * 1e6,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What the processors of one machine have to do in a switch: of the busiest rank, or of all divided by the cores.
+    """What the processors of one machine have to do in a switch: for the busiest rank, or each of them for all ranks.
 
     Attributes:
         written: bytes.
@@ -84,8 +84,8 @@ class Work:
     rounds: float
 
 
-def work_of(rounds: Iterable[Transfers], ranks: int, *, cores: int, message_bytes: int) -> Work:
-    """The work of ``rounds``, which ``ranks`` ranks on one machine of ``cores`` processors carry out."""
+def work_of(rounds: Iterable[Transfers], ranks: int, *, processors: int, message_bytes: int) -> Work:
+    """The work of ``rounds``, which ``ranks`` ranks on one machine carry out, which share ``processors``."""
     total = np.zeros((6, ranks))
     for one in rounds:
         away = one.src != one.dst
@@ -95,7 +95,7 @@ def work_of(rounds: Iterable[Transfers], ranks: int, *, cores: int, message_byte
         ends = np.bincount(one.dst, one.pieces, ranks) + np.bincount(src, pieces, ranks)
         moved = np.bincount(src, nbytes, ranks), np.bincount(dst, nbytes, ranks)
         total += [np.bincount(one.dst, one.nbytes, ranks), *moved, ends, messages, messages > 0]
-    written, sent, received, pieces, messages, takes_part = np.maximum(total.max(1), total.sum(1) / cores).tolist()
+    written, sent, received, pieces, messages, takes_part = np.maximum(total.max(1), total.sum(1) / processors).tolist()
     return Work(written=written, sent=sent, received=received, pieces=pieces, messages=messages, rounds=takes_part)
 
 
@@ -106,7 +106,7 @@ def from_switches(machines: Machines, samples: Sequence[tuple[Work, float]], *, 
     the best counts.
 
     Args:
-        machines: of :func:`one_machine`, with its cores.
+        machines: of :func:`one_machine`, which knows how many processors it has.
         samples: the work of a switch, and the seconds that it took.
         reads: receivers read what senders hold, who then have nothing to do for bytes; else both ends work alike.
 

@@ -39,7 +39,7 @@ def floor_parts(catalogue: Catalogue, plan: FamilyPlan, machines: Machines, rank
     crossing &= far
     rail = dst % node % machines.rails
     core = (nodes[-1] + 1) * machines.rail / machines.oversubscription
-    wrote, share = comes + relaid, min(machines.cores or node, node)
+    wrote, share = comes + relaid, min(machines.processors or node, node)
     return {
         "receive": max(comes.max() / both, comes_far.max() / machines.far),
         "send": max(leaves / both, leaves_far / machines.far),

@@ -37,8 +37,8 @@ class Machines:
             no core. 1 for a network in which everything between nodes crosses it.
         oversubscription: how many times less the core carries than all network cards together.
         copy_gb_s: written by one rank in its own memory.
-        cores: processors of a node that its ranks share for what they do themselves (copying, hashing, sending,
-            receiving, dealing with pieces); 0 where each rank has its own.
+        processors: of a node, that its ranks share for what they do themselves (copying, hashing, sending, receiving,
+            dealing with pieces); 0 where each rank has its own.
         send_gb_s: sent by one rank's processor, packing and checksums included; 0 where that is not its work.
         receive_gb_s: received by it likewise, beside the copy.
         piece_us: what each box of one state costs the processor of each of its ends, beside its bytes.
@@ -59,7 +59,7 @@ class Machines:
     rails: int = 1
     oversubscription: float = 1.0
     copy_gb_s: float = 1000.0
-    cores: int = 0
+    processors: int = 0
     send_gb_s: float = 0.0
     receive_gb_s: float = 0.0
     piece_us: float = 0.0
