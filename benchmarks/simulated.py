@@ -1,13 +1,14 @@
 """Holds ``dynatrain simulate``'s model of one machine against real switches: what it is fitted to, and what it is not.
 
-    python benchmarks/simulated.py                   # measures 25m and 200m on 4 ranks, then prints the tables
+    python benchmarks/simulated.py                   # measures on 4 ranks, some ten minutes, then prints the tables
     python benchmarks/simulated.py --models 25m --repeats 1   # one of them, once more: added to what is in the file
     python benchmarks/simulated.py --models ""       # the tables alone
 
-The costs of processors are fitted (``simulate.fit.from_switches``) to the switches of CALIBRATION, at the rates of a
-probe; then the seconds of all others are foretold, other pairs of layouts and the other model, and those of three plans
-that were made bad on purpose. Seconds are those of ``move`` on the slowest rank, the least of the repeats, because what
-disturbs only slows; every outcome is checked by digests, as in any switch. Everything is added to ``simulated.json``.
+The costs of processors are fitted (``simulate.fit.from_switches``) to the switches of CALIBRATION and NARROW, at the
+rates of a probe; then the seconds of all others are foretold, other pairs of layouts and another model, and those of
+three plans that were made bad on purpose. Seconds are those of ``move`` on the slowest rank, the least of the repeats,
+because what disturbs only slows; every outcome is checked by digests, as in any switch. Everything is added to
+``simulated.json``.
 """
 
 import argparse
@@ -38,6 +39,9 @@ from dynatrain.train import bench, bench_rank, blueprint
 from dynatrain.train.probe import probe
 
 RANKS = 4
+SHAPES = {name: resolve_model(name) for name in ("25m", "200m")}
+SHAPES["narrow"] = replace(SHAPES["25m"], hidden_size=96, intermediate_size=304, head_dim=12, vocab_size=1024)
+"""``narrow`` has as many pieces as 25m, of few bytes: what a piece costs, and what a byte, are told apart by it."""
 MESSAGE_BYTES = {"": wire.BUNDLE_BYTES, "shorter messages": 1 << 16, "messages of 4 KB": 1 << 12}
 CALIBRATION = (
     ("fsdp4", "fsdp2.tp2", ""),
@@ -48,6 +52,12 @@ CALIBRATION = (
     ("tp4", "dp2.tp2", ""),
     ("dp2.fsdp2", "fsdp4", "shorter rounds"),
     ("dp2.fsdp2", "fsdp4", "shorter messages"),
+)
+NARROW = (
+    ("fsdp4", "dp4", ""),
+    ("dp2.fsdp2", "fsdp4", ""),
+    ("dp4", "dp2.fsdp2", ""),
+    ("fsdp4", "fsdp2.tp2", ""),
 )
 HELD_OUT = (
     ("tp4", "fsdp4", ""),
@@ -65,7 +75,8 @@ BAD = (
     ("pp4", "fsdp4", "unbalanced rounds"),
 )
 """The first sends from rank 0 what its targets hold themselves; in the last one stage at a time has something to do."""
-SWITCHES = {"25m": (*CALIBRATION, *HELD_OUT, *BAD), "200m": LARGER}
+SWITCHES = {"narrow": NARROW, "25m": (*CALIBRATION, *HELD_OUT, *BAD), "200m": LARGER}
+FITTED_TO = {*(("narrow", *switch) for switch in NARROW), *(("25m", *switch) for switch in CALIBRATION)}
 WANTED = 0.25
 
 
@@ -139,7 +150,7 @@ def measure(model, repeats, found):
             schedule += [((old, new), ((way, what),)) for way in ways]
     seconds, rates = found["seconds"], found["probed"]
     with tempfile.TemporaryDirectory(dir=bench.TMPFS) as folder, patch.object(bench, "Bench", Planted):
-        everywhere = bench._everywhere(resolve_model(model), schedule, RANKS, Path(folder) / "unused")
+        everywhere = bench._everywhere(SHAPES[model], schedule, RANKS, Path(folder) / "unused")
         for (case, (method,)), samples in zip(schedule, everywhere, strict=True):
             if method == "probe":
                 for name, rate in samples[0].probed.items():
@@ -154,9 +165,9 @@ def measure(model, repeats, found):
 def rounds_of(model, old, new, what):
     """The transfers of each round of a plan, bad as it may be; and the floor's parts of the good one, of machines."""
     layouts = parse_layout(old), parse_layout(new)
-    good = change_of_model(resolve_model(model), layouts, mode="keep")
+    good = change_of_model(SHAPES[model], layouts, mode="keep")
     with planted(what):
-        change = change_of_model(resolve_model(model), layouts, mode="keep")
+        change = change_of_model(SHAPES[model], layouts, mode="keep")
         plan = change.whole()
     number = {granule: at for at, granules in enumerate(plan.schedule.rounds) for granule in granules}
     moves, rows = plan.moves, []
@@ -186,7 +197,6 @@ def machines_of(found, transport, message_bytes):
 
 def foretell(found, transport):
     """The fitted machine, and by switch: planned rounds, seconds foretold and measured, and the floor."""
-    calibration = {("25m", *switch) for switch in CALIBRATION}
     plans, samples = {}, []
     for name, measured in found["seconds"].items():
         model, old, new, way, what = name.split("|")
@@ -195,7 +205,7 @@ def foretell(found, transport):
         machines = machines_of(found, transport, MESSAGE_BYTES.get(what, MESSAGE_BYTES[""]))
         rounds, floor = rounds_of(model, old, new, what)
         plans[model, old, new, what] = rounds, floor(machines), machines.message_bytes, measured
-        if (model, old, new, what) in calibration:
+        if (model, old, new, what) in FITTED_TO:
             work = work_of(rounds, RANKS, processors=machines.processors, message_bytes=machines.message_bytes)
             samples.append((work, min(measured)))
     fitted = from_switches(machines_of(found, transport, MESSAGE_BYTES[""]), samples, reads=transport == "memory")
@@ -203,7 +213,7 @@ def foretell(found, transport):
     for switch, (rounds, floor, message_bytes, measured) in plans.items():
         links = Links(replace(fitted, message_bytes=message_bytes), RANKS)
         rows[switch] = run(rounds, links, RANKS).seconds, min(measured), floor, len(measured)
-    return fitted, rows, calibration
+    return fitted, rows
 
 
 def tables(found):
@@ -213,7 +223,7 @@ def tables(found):
     yield f"{found['processors']} processors, {loads}"
     yield f"probed, GB/s: {rates}"
     for transport in ("memory", "gloo"):
-        fitted, rows, calibration = foretell(found, transport)
+        fitted, rows = foretell(found, transport)
         yield ""
         yield (
             f"{transport}: switch {fitted.switch_us / 1e3:.1f} ms, round {fitted.round_us:.0f} us, "
@@ -223,7 +233,7 @@ def tables(found):
         yield f"{'switch':44}{'foretold':>10}{'measured':>10}{'error':>8}{'floors foretold, measured':>28}"
         errors = []
         for (model, old, new, what), (seconds, measured, floor, _) in rows.items():
-            error, known = seconds / measured - 1, (model, old, new, what) in calibration
+            error, known = seconds / measured - 1, (model, old, new, what) in FITTED_TO
             bad = (old, new, what) in BAD
             errors += [] if known or bad else [abs(error)]
             role = "calibration" if known else "bad" if bad else "held out"
@@ -237,7 +247,7 @@ def tables(found):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="25m,200m", help="which are measured now, of 25m and 200m")
+    parser.add_argument("--models", default=",".join(SWITCHES), help="which are measured now")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--file", type=Path, default=Path(__file__).with_suffix(".json"))
     given = parser.parse_args()
