@@ -208,16 +208,16 @@ def test_the_command_tells_what_it_found(capsys):
 HOST = Machines(
     ranks_per_node=4,
     nvlink_gb_s=100,
-    copy_gb_s=5,
+    copy_gb_s=5.6,
     processors=2,
-    send_gb_s=2.5,
-    receive_gb_s=2.5,
-    piece_us=20,
-    message_us=100,
-    round_us=3000,
-    switch_us=20000,
+    send_gb_s=2.3,
+    receive_gb_s=2.3,
+    piece_us=14,
+    message_us=300,
+    round_us=300,
+    switch_us=26000,
 )
-"""Four ranks on two processors, about as one machine was measured (``benchmarks/simulated.py``)."""
+"""Four ranks on two processors, about as gloo was measured on one machine (``benchmarks/simulated.py``)."""
 
 
 def test_ranks_that_share_processors_share_their_time():
