@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 # Each of these has one process at work; the ranks of tests/dist share the cores among themselves.
 UNIT := $(PYTEST) -n logical tests/unit tests/props tests/sim
 
-.PHONY: help demo test unit check sweep gpu clean
+.PHONY: help demo test unit check sweep gpu bench clean
 help:
 	@echo "make demo   train a small model while its layout changes eight times (about a minute)"
 	@echo "make test   all tests but the long suites and those that need a GPU"
@@ -16,6 +16,7 @@ help:
 	@echo "make check  ruff, mypy, import-linter"
 	@echo "make sweep  the long suites"
 	@echo "make gpu    the tests that need CUDA devices"
+	@echo "make bench  the matrix of switches: hours; in minutes: make bench BENCH='--models 25m --ranks 2 --repeats 3'"
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -45,6 +46,11 @@ sweep: $(READY)
 
 gpu: $(READY)
 	$(PYTEST) -m gpu
+
+# Tables and plots of each run's JSON in benchmarks/matrix; --plot draws them anew.
+bench: $(READY)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/matrix.py $(BENCH)
 
 check: $(READY)
 	$(BIN)/ruff check

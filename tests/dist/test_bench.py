@@ -1,6 +1,7 @@
 """The bench in small: every method runs, is checked, and is told in the words of the design."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,8 +22,8 @@ FIELDS = {"case", "method", "seconds", "stall_seconds", "lost_seconds", "bytes",
 FIELDS |= {"link_gb_s"}
 
 
-def bench(cases, repeats=1, slow_repeats=1):
-    return run_bench(TINY, cases, ranks=2, repeats=repeats, slow_repeats=slow_repeats, tell=lambda _line: None)
+def bench(cases, **more):
+    return run_bench(TINY, cases, ranks=2, repeats=1, slow_repeats=1, tell=lambda _line: None, **more)
 
 
 def left(process):
@@ -40,6 +41,8 @@ def test_every_method_is_measured_and_checked_and_what_it_cannot_do_is_said(tmp_
         assert row.keys() >= FIELDS
         possible = row["method"] != "redistribute"
         assert (row["seconds"] is not None) == possible == (not row["note"])
+        assert row["probed"].keys() == {"link", "wire", "copy", "group_link", "group_wire", "digest"}
+        assert 0 < row["probed"]["group_link"] <= row["probed"]["link"]
         assert row["runs"] == (2 if row["method"] == "dynatrain" else possible)
         if not possible:
             continue
@@ -74,16 +77,17 @@ def test_a_method_that_leaves_other_state_is_no_measurement(monkeypatch):
     assert not left(os.getpid())
 
 
-def test_a_rank_that_fails_ends_the_bench_with_its_words(monkeypatch):
-    def fail(*_):
+def test_a_rank_that_fails_ends_the_bench_with_its_words(monkeypatch, tmp_path):
+    def fail(_source, _target, folder):
         if dist.get_rank() == 1:
-            raise OSError("no space left")
+            raise OSError(f"no space left in {folder.parent.parent}")
         time.sleep(60)
 
     monkeypatch.setattr(baselines, "through_files", fail)
     began = time.monotonic()
-    with pytest.raises(BenchError, match="rank 1: OSError: no space left"):
-        bench([("fsdp2", "tp2")])
+    with pytest.raises(BenchError, match=f"rank 1: OSError: no space left in {re.escape(str(tmp_path))}$"):
+        bench([("fsdp2", "tp2")], checkpoints=tmp_path)
+    assert not list(tmp_path.iterdir())
     assert time.monotonic() - began < 30
 
 

@@ -258,7 +258,11 @@ def test_a_step_that_was_trained_again_counts_once(place, tmp_path, capsys):
 
 
 def test_the_bench_s_script_tells_mistakes_and_help_like_the_command(tmp_path):
-    for words, code, told in ((["--ranks", "3"], 2, "the usual pairs are of 4 ranks"), (["--help"], 0, "usage:")):
+    for words, code, told in (
+        (["--ranks", "3"], 2, "the usual pairs are of 4 ranks"),
+        (["--checkpoints", "nowhere"], 2, "--checkpoints nowhere is no folder"),
+        (["--help"], 0, "usage:"),
+    ):
         said = dynatrain(*words, cwd=tmp_path, before=(str(ROOT / "benchmarks" / "switch.py"),))
         assert (said.code, told in (said.out + said.err).lower()) == (code, True), said
 

@@ -1,17 +1,20 @@
 """What is foretold of a switch on a described cluster: links, contention, planted bad plans, descriptions, fits."""
 
 import json
+import runpy
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.cli import ROOT
 from tests.plans.cases import layout, small
 
 from dynatrain.app.commands import simulate as command
 from dynatrain.plan.by_family import family_plan
 from dynatrain.plan.schedule import keep_schedule
 from dynatrain.simulate.clock import run
-from dynatrain.simulate.fit import latency_and_rate, one_machine
+from dynatrain.simulate.fit import from_switches, latency_and_rate, one_machine, work_of
+from dynatrain.simulate.floor import floor_parts
 from dynatrain.simulate.forecast import forecast
 from dynatrain.simulate.links import Links
 from dynatrain.simulate.machines import NAMED, MachineError, Machines, read_machines
@@ -200,3 +203,97 @@ def test_the_command_tells_what_it_found(capsys):
     assert found["machines"]["nvlink_gb_s"] == 1
     assert found["verdict"] == {"ok": True, "problems": []}
     assert found["seconds"].keys() == {"part", "whole", "judge", "simulate"}
+
+
+HOST = Machines(
+    ranks_per_node=4,
+    nvlink_gb_s=100,
+    copy_gb_s=5.6,
+    processors=2,
+    send_gb_s=2.3,
+    receive_gb_s=2.3,
+    piece_us=14,
+    message_us=300,
+    round_us=300,
+    switch_us=26000,
+)
+"""Four ranks on two processors, about as gloo was measured on one machine (``benchmarks/simulated.py``)."""
+
+
+def test_ranks_that_share_processors_share_their_time():
+    plain = replace(PLAIN, copy_gb_s=10, nvlink_gb_s=1e6)
+    both = (0, 1, 10), (2, 3, 10)
+    assert seconds((0, 1, 10), machines=replace(plain, processors=2)) == pytest.approx(1.0, rel=1e-3)
+    assert seconds(*both, machines=plain) == seconds(*both, machines=replace(plain, processors=2))
+    assert seconds(*both, machines=replace(plain, processors=1)) == pytest.approx(2.0, rel=1e-3)
+    assert seconds((0, 1, 10), (4, 5, 10), machines=replace(plain, processors=1)) == pytest.approx(1.0, rel=1e-3)
+    busy = replace(plain, processors=1, send_gb_s=20, receive_gb_s=5, copy_gb_s=1e6, piece_us=1e5, switch_us=2e5)
+    assert seconds((0, 1, 10), machines=busy) == pytest.approx(0.5 + 2.0 + 2 * 0.1 + 0.2, rel=1e-3)
+    assert seconds((0, 1, 10), machines=replace(busy, processors=0)) == pytest.approx(2.0 + 0.1 + 0.2, rel=1e-3)
+
+
+def test_processors_are_not_done_with_several_rounds_before_all_of_their_work():
+    rounds = [transfers(np.array([rank]), np.array([rank]), np.array([10 * GB])) for rank in range(4)]
+    machines = replace(PLAIN, copy_gb_s=10, processors=1)
+    assert run(rounds, Links(machines, 4), 4).seconds == pytest.approx(4.0)
+    assert run(rounds, Links(replace(machines, processors=0), 4), 4).seconds == pytest.approx(1.0)
+
+
+def test_the_floor_of_memory_is_that_of_all_ranks_where_they_share_processors():
+    def floor(processors):
+        plan = planned(layout(fsdp=8), layout(dp=8))  # every rank writes the same
+        return floor_parts(TENSORS, plan, replace(HOST, ranks_per_node=8, processors=processors), 8)["memory"]
+
+    assert [floor(processors) / floor(8) for processors in (0, 4, 1)] == pytest.approx([1, 2, 8])
+
+
+def on_host(*moves):
+    src, dst, size = (np.array(column) for column in zip(*moves, strict=True))
+    return transfers(src, dst, size * 10**6)
+
+
+RINGS = [
+    [on_host(*((rank, (rank + 1) % 4, size) for rank in range(4)))] * rounds for rounds in (1, 5) for size in (1, 90)
+]
+STAYS = [[on_host(*((rank, rank, size) for rank in range(4)))] for size in (10, 300)]
+BOXES = [
+    [transfers(ends, ends[::-1].copy(), np.full(4, 8 * 10**6), np.full(4, many))]
+    for ends in [np.arange(4)]
+    for many in (10, 4000)
+]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_processors_cost_is_found_again_from_switches(reads):
+    host = replace(HOST, send_gb_s=0.0) if reads else HOST
+    samples = []
+    for rounds in (*RINGS, *STAYS, *BOXES):
+        work = work_of(rounds, 4, processors=2, message_bytes=host.message_bytes)
+        samples.append((work, run(rounds, Links(host, 4), 4).seconds))
+    bare = replace(host, send_gb_s=0, receive_gb_s=0, piece_us=0, message_us=0, round_us=0, switch_us=0)
+    found = from_switches(bare, samples, reads=reads)
+    for name in ("receive_gb_s", "piece_us", "message_us", "round_us", "switch_us"):
+        assert getattr(found, name) == pytest.approx(getattr(host, name), rel=1e-6), name
+    assert found.send_gb_s == (0 if reads else pytest.approx(host.send_gb_s))
+    with pytest.raises(MachineError, match="6 switches"):
+        from_switches(bare, samples[:5], reads=reads)
+
+
+def test_no_cost_comes_out_negative():
+    works = [work_of(rounds, 4, processors=2, message_bytes=1 << 21) for rounds in (*RINGS, *STAYS, *BOXES)]
+    found = from_switches(HOST, [(work, 1e-3) for work in works], reads=True)
+    assert min(found.receive_gb_s, found.piece_us, found.message_us, found.round_us, found.switch_us) >= 0
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_bad_plans_of_one_machine_take_three_times_the_floor(number):
+    script = runpy.run_path(str(ROOT / "benchmarks" / "simulated.py"))
+    old, new, what = script["BAD"][number]
+
+    def times(planted):
+        rounds, floor = script["rounds_of"]("25m", old, new, planted)
+        host = replace(HOST, message_bytes=script["MESSAGE_BYTES"].get(planted, HOST.message_bytes))
+        return run(rounds, Links(host, 4), 4).seconds / floor(host)
+
+    assert times(what) > 3
+    assert times(what) > 1.5 * times("")

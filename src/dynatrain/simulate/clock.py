@@ -7,6 +7,10 @@ other, while the links carry them. On top comes what each round costs, and what 
 begins a round before everybody is done with the last. A link that ranks share over several rounds at once cannot be
 done sooner than all its bytes are through: the longest such time is the least that comes out.
 
+What ranks do themselves (copying, hashing, sending and receiving where that is a processor's work, dealing with pieces)
+takes each of them its time; where the ranks of a node share fewer processors, the work of all, divided among these, is
+one more link, which everybody takes who has something to do.
+
 This is a model: links are full as soon as anything travels, and nobody is disturbed by training that goes on.
 """
 
@@ -19,6 +23,7 @@ import numpy.typing as npt
 
 from dynatrain.plan.table import Ints
 from dynatrain.simulate.links import Links
+from dynatrain.simulate.machines import Machines
 from dynatrain.simulate.traffic import Transfers
 
 Floats = npt.NDArray[np.float64]
@@ -53,14 +58,18 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Round:
-    """One round: its transfers between ranks, how long each lasts, and how long each rank writes, and hashes."""
+    """One round: its transfers between ranks, how long each lasts, and how long each rank works, and hashes.
+
+    ``shared`` is how long the processors of a rank's node have to do in this round.
+    """
 
     transfers: Transfers
     src: Ints
     dst: Ints
     lasts: Floats
-    writes: Floats
+    works: Floats
     hashes: Floats
+    shared: Floats
 
 
 def run(rounds: Iterable[Transfers], links: Links, ranks: int, *, together: bool = False) -> Outcome:
@@ -81,26 +90,50 @@ def run(rounds: Iterable[Transfers], links: Links, ranks: int, *, together: bool
             known[key] = _round(transfers, links, ranks)  # which keeps the identity taken
         one = known[key]
         times[key] += 1
-        after = clock + one.writes
+        after = clock + one.works
         done = np.maximum(clock[one.src], clock[one.dst]) + one.lasts
         for ends in (one.src, one.dst):
             np.maximum.at(after, ends, done)
-        after += one.hashes
+        busy = one.works + one.hashes > 0
+        after = np.maximum(after + one.hashes, np.where(busy, clock + one.shared, 0.0))
         clock = np.full(ranks, after.max() + links.machines.vote_us * 1e-6) if together else after
-    return _outcome(float(clock.max()), [(known[key].transfers, count) for key, count in times.items()], links, ranks)
+    counted = [(known[key], count) for key, count in times.items()]
+    shared = sum((one.shared * count for one, count in counted), start=np.zeros(ranks))
+    seconds = max(float(clock.max()), float(shared.max()))
+    return _outcome(seconds, [(one.transfers, count) for one, count in counted], links, ranks)
 
 
 def _round(transfers: Transfers, links: Links, ranks: int) -> _Round:
     machines = links.machines
     src, dst, nbytes = _away(transfers)
     taken = links.of(src, dst)
-    messages = _messages(transfers, machines.message_bytes, ranks) * machines.message_us * 1e-6
+    count = _messages(transfers, machines.message_bytes, ranks)
+    messages = count * machines.message_us * 1e-6
     through = (_load(taken, nbytes, links) / links.rate)[taken].max(axis=0, initial=0.0)
     lasts = np.maximum(through, np.maximum(messages[src], messages[dst])) + machines.round_us * 1e-6
-    writes = _sums(transfers.dst, transfers.nbytes, ranks) / (1e9 * machines.copy_gb_s)
+    works = _work(transfers, machines, ranks)
     hashed = _sums(src, nbytes, ranks) + _sums(dst, nbytes, ranks)
     hashes = hashed / (1e9 * machines.checksum_gb_s or np.inf)
-    return _Round(transfers, src, dst, lasts, writes, hashes)
+    posts = messages + (count > 0) * machines.round_us * 1e-6
+    return _Round(transfers, src, dst, lasts, works, hashes, _shared(works + hashes + posts, machines))
+
+
+def _work(transfers: Transfers, machines: Machines, ranks: int) -> Floats:
+    """Seconds that each rank's processor needs, but for hashing."""
+    src, dst, nbytes = _away(transfers)
+    work = _sums(transfers.dst, transfers.nbytes, ranks) / (1e9 * machines.copy_gb_s)
+    work += _sums(src, nbytes, ranks) / (1e9 * machines.send_gb_s or np.inf)
+    work += _sums(dst, nbytes, ranks) / (1e9 * machines.receive_gb_s or np.inf)
+    pieces = _sums(transfers.dst, transfers.pieces, ranks) + _sums(src, transfers.pieces[_is_away(transfers)], ranks)
+    return work + pieces * machines.piece_us * 1e-6
+
+
+def _shared(work: Floats, machines: Machines) -> Floats:
+    """What the processors of each rank's node have to do; nothing where ranks have processors of their own."""
+    if not machines.processors:
+        return np.zeros_like(work)
+    nodes = np.arange(len(work)) // machines.ranks_per_node
+    return np.asarray(np.bincount(nodes, work)[nodes] / machines.processors)
 
 
 def _outcome(seconds: float, rounds: list[tuple[Transfers, int]], links: Links, ranks: int) -> Outcome:
@@ -118,7 +151,7 @@ def _outcome(seconds: float, rounds: list[tuple[Transfers, int]], links: Links, 
     spent = load / links.rate
     link = int(spent.argmax())
     return Outcome(
-        seconds=max(seconds, float(spent[link])),
+        seconds=max(seconds, float(spent[link])) + links.machines.switch_us * 1e-6,
         sent=sent,
         received=received,
         relaid=relaid,
@@ -130,8 +163,12 @@ def _outcome(seconds: float, rounds: list[tuple[Transfers, int]], links: Links, 
     )
 
 
+def _is_away(transfers: Transfers) -> npt.NDArray[np.bool_]:
+    return np.asarray(transfers.src != transfers.dst)
+
+
 def _away(transfers: Transfers) -> tuple[Ints, Ints, Ints]:
-    away = transfers.src != transfers.dst
+    away = _is_away(transfers)
     return transfers.src[away], transfers.dst[away], transfers.nbytes[away]
 
 

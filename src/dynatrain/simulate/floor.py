@@ -39,6 +39,7 @@ def floor_parts(catalogue: Catalogue, plan: FamilyPlan, machines: Machines, rank
     crossing &= far
     rail = dst % node % machines.rails
     core = (nodes[-1] + 1) * machines.rail / machines.oversubscription
+    wrote, share = comes + relaid, min(machines.processors or node, node)
     return {
         "receive": max(comes.max() / both, comes_far.max() / machines.far),
         "send": max(leaves / both, leaves_far / machines.far),
@@ -47,7 +48,7 @@ def floor_parts(catalogue: Catalogue, plan: FamilyPlan, machines: Machines, rank
             np.bincount(nodes, comes).max() / (fabric + machines.rail * machines.rails),
         ),
         "core": np.bincount(rail[crossing], size[crossing], machines.rails).max() / core,
-        "memory": (comes + relaid).max() / (1e9 * machines.copy_gb_s),
+        "memory": max(wrote.max(), np.bincount(nodes, wrote).max() / share) / (1e9 * machines.copy_gb_s),
     }
 
 

@@ -37,6 +37,12 @@ class Machines:
             no core. 1 for a network in which everything between nodes crosses it.
         oversubscription: how many times less the core carries than all network cards together.
         copy_gb_s: written by one rank in its own memory.
+        processors: of a node, that its ranks share for what they do themselves (copying, hashing, sending, receiving,
+            dealing with pieces); 0 where each rank has its own.
+        send_gb_s: sent by one rank's processor, packing and checksums included; 0 where that is not its work.
+        receive_gb_s: received by it likewise, beside the copy.
+        piece_us: what each box of one state costs the processor of each of its ends, beside its bytes.
+        switch_us: what a switch costs beside its rounds: binding, the last vote.
         checksum_gb_s: of what it sends and receives, hashed by one rank, while it moves nothing; 0 leaves hashing out.
         message_us: what each message costs each end, beside its bytes.
         round_us: what each round costs a rank that takes part: posting, checksums, waiting for the last.
@@ -53,6 +59,11 @@ class Machines:
     rails: int = 1
     oversubscription: float = 1.0
     copy_gb_s: float = 1000.0
+    processors: int = 0
+    send_gb_s: float = 0.0
+    receive_gb_s: float = 0.0
+    piece_us: float = 0.0
+    switch_us: float = 0.0
     checksum_gb_s: float = 0.0
     message_us: float = 5.0
     round_us: float = 20.0

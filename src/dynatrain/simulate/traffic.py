@@ -14,18 +14,30 @@ _MOST_TURNS = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfers:
-    """Bytes between ranks in one round, one ordered pair a row; ``src == dst`` is what stays and is laid out anew."""
+    """What goes between ranks in one round, one ordered pair a row; ``src == dst`` stays, and is laid out anew.
+
+    Attributes:
+        src: who sends.
+        dst: who receives.
+        nbytes: bytes.
+        pieces: boxes of one state that they are.
+    """
 
     src: Ints
     dst: Ints
     nbytes: Ints
+    pieces: Ints
 
 
-def transfers(src: Ints, dst: Ints, nbytes: Ints) -> Transfers:
-    """Moves, of which several may be of one pair, as transfers."""
+def transfers(src: Ints, dst: Ints, nbytes: Ints, pieces: Ints | None = None) -> Transfers:
+    """Moves, of which several may be of one pair, as transfers; ``pieces`` of each, or one."""
     most = int(max(src.max(initial=0), dst.max(initial=0))) + 1
     pairs, where = np.unique(src * most + dst, return_inverse=True)
-    return Transfers(pairs // most, pairs % most, np.bincount(where, nbytes, len(pairs)).astype(np.int64))
+    size, boxes = (
+        np.bincount(where, column, len(pairs)).astype(np.int64)
+        for column in (nbytes, np.ones_like(nbytes) if pieces is None else pieces)
+    )
+    return Transfers(pairs // most, pairs % most, size, boxes)
 
 
 class Traffic:
@@ -47,15 +59,20 @@ class Traffic:
     def __iter__(self) -> Iterator[Transfers]:
         """The rounds, in order."""
         for granules in self._plan.schedule.rounds:
-            weights: dict[tuple[int, int, bool], int] = {}
+            weights: dict[tuple[int, int, bool], tuple[int, int]] = {}
             for granule in granules:
                 (family, number), (tensor, state) = self._place[granule], granule
                 adopts = bool(self._plan.members[family].adopts[number])
                 key = family, number % self._turns[family], adopts
-                weights[key] = weights.get(key, 0) + ITEMSIZE[self._catalogue[tensor].states[state].dtype]
+                size, pieces = weights.get(key, (0, 0))
+                weights[key] = size + ITEMSIZE[self._catalogue[tensor].states[state].dtype], pieces + 1
             signature = tuple(sorted(weights.items()))
             if signature not in self._rounds:
-                columns = [(*self._of(key)[:2], self._of(key)[2] * size) for key, size in signature]
+                columns = [
+                    (src, dst, elements * size, np.full_like(dst, pieces))
+                    for key, (size, pieces) in signature
+                    for src, dst, elements in [self._of(key)]
+                ]
                 self._rounds[signature] = transfers(*(np.concatenate(column) for column in zip(*columns, strict=True)))
             yield self._rounds[signature]
 

@@ -41,10 +41,11 @@ OURS = ("dynatrain/keep", "dynatrain/keep/gloo", "dynatrain/tight", "dynatrain/t
 """Both modes, by the nearest transport and, with ``/gloo``, by the group's alone."""
 
 METHODS = (*OURS, "dcp", "full_tensor", "redistribute", "reload")
-"""In the order of measuring. ``dcp``: save to tmpfs and load into given tensors. ``full_tensor``: every tensor whole on
-every rank, then a slice. ``redistribute``: of DTensor. ``reload``: save, build anew, load, in the same processes."""
+"""In the order of measuring. ``dcp``: save, to tmpfs unless another folder is named, and load into given tensors.
+``full_tensor``: every tensor whole on every rank, then a slice. ``redistribute``: of DTensor. ``reload``: save, build
+anew, load, in the same processes."""
 
-TMPFS = Path("/dev/shm")  # noqa: S108 - tmpfs is the point: disks are not measured here
+TMPFS = Path("/dev/shm")  # noqa: S108 - tmpfs is the point: a disk is measured where it is named
 Tell = Callable[[str], None]
 
 
@@ -77,6 +78,9 @@ class Row:
         seconds_range: least and most.
         runs: how many.
         phases: medians of the switch's phases.
+        probed: medians of the rates, in GB/s, that a probe measured before each run: one ``link`` alone, all links at
+            once (``wire``), all memories at once (``copy``); ``group_link`` and ``group_wire`` by the process group
+            even where memory is nearer; checksums of all ranks together (``digest``).
         note: why there are no numbers.
     """
 
@@ -99,11 +103,19 @@ class Row:
     seconds_range: tuple[float, float] | None
     runs: int
     phases: dict[str, float]
+    probed: dict[str, float]
     note: str
 
 
 def run_bench(
-    shape: DecoderShape, cases: Sequence[Case], *, ranks: int, repeats: int, slow_repeats: int, tell: Tell
+    shape: DecoderShape,
+    cases: Sequence[Case],
+    *,
+    ranks: int,
+    repeats: int,
+    slow_repeats: int,
+    tell: Tell,
+    checkpoints: Path = TMPFS,
 ) -> tuple[Row, ...]:
     """Measure all methods in all cases.
 
@@ -114,12 +126,13 @@ def run_bench(
         repeats: runs of ``dynatrain`` in each mode.
         slow_repeats: runs of the other methods, which take ten times as long; at most ``repeats``.
         tell: gets a line at each step.
+        checkpoints: where ``dcp`` and ``reload`` write, in a folder of their own, which is removed.
 
     Raises:
         BenchError: a rank failed.
     """
     schedule = [(case, METHODS if number < slow_repeats else OURS) for number in range(repeats) for case in cases]
-    folder = Path(tempfile.mkdtemp(prefix=f"dynatrain-bench-{os.getpid()}-", dir=TMPFS))
+    folder = Path(tempfile.mkdtemp(prefix=f"dynatrain-bench-{os.getpid()}-", dir=checkpoints))
     found: list[list[Sample]] = []
     try:
         for together in _everywhere(shape, schedule, ranks, folder / "checkpoint"):
@@ -152,7 +165,7 @@ def _row(runs: Sequence[Sequence[Sample]]) -> Row:
     ratios = [value / together[0].floor_seconds for value, together in zip(seconds, runs, strict=False)]
     middle = statistics.median(seconds) if seconds else None
     nearest = max(everybody, key=lambda sample: sample.counted_bytes - sample.allowed_bytes)
-    names = first.phases or {}
+    names, rates = first.phases or {}, [together[0].probed or {} for together in runs]
     return Row(
         case=f"{first.case[0]} -> {first.case[1]}",
         method=first.method,
@@ -180,6 +193,7 @@ def _row(runs: Sequence[Sequence[Sample]]) -> Row:
             name: statistics.median(max((s.phases or {})[name] for s in together) for together in runs)
             for name in names
         },
+        probed={name: statistics.median(found[name] for found in rates) for name in rates[0]},
         note=first.problem,
     )
 

@@ -75,6 +75,7 @@ class Sample:
         counted_bytes: most bytes of pieces and staging at one time by the count of the pool; 0 for other methods.
         allowed_bytes: what ``tight`` promises: max(old, new) + budget; 0 elsewhere.
         phases: seconds of a switch's phases.
+        probed: rates measured just before, in GB/s: see :class:`dynatrain.train.bench.Row`.
         problem: why there is no measurement, or what did not arrive.
     """
 
@@ -92,6 +93,7 @@ class Sample:
     counted_bytes: int = 0
     allowed_bytes: int = 0
     phases: Mapping[str, float] | None = None
+    probed: Mapping[str, float] | None = None
     problem: str = ""
 
 
@@ -178,6 +180,7 @@ class Bench:
                 self._switch(old, "keep")
             else:
                 sample = self._other(case, method)
+            sample = replace(sample, probed=_in_gb_s(rates, digests))
             summary = self._summaries.get(case)
             if summary is not None:
                 twice = 2 * summary.moved / digests
@@ -361,6 +364,17 @@ def _floor(summary: PlanSummary, rates: Rates) -> float:
         wire_bytes_per_second=rates.wire_bytes_per_second,
         copy_bytes_per_second=rates.copy_bytes_per_second,
     )
+
+
+def _in_gb_s(rates: Rates, digests: float) -> dict[str, float]:
+    return {
+        "link": rates.link_bytes_per_second / 1e9,
+        "wire": rates.wire_bytes_per_second / 1e9,
+        "copy": rates.copy_bytes_per_second / 1e9,
+        "group_link": rates.group_link_bytes_per_second / 1e9,
+        "group_wire": rates.group_wire_bytes_per_second / 1e9,
+        "digest": digests / 1e9,
+    }
 
 
 def _resident(field: str) -> int:

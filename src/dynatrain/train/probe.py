@@ -30,11 +30,15 @@ class Rates:
         link_bytes_per_second: one rank to one other, one way, while all others are idle.
         wire_bytes_per_second: received by all ranks of one machine together, while all send and receive.
         copy_bytes_per_second: memory written per machine, while all its ranks copy.
+        group_link_bytes_per_second: as the first, but by the process group even where memory is nearer.
+        group_wire_bytes_per_second: as the second, likewise.
     """
 
     link_bytes_per_second: float
     wire_bytes_per_second: float
     copy_bytes_per_second: float
+    group_link_bytes_per_second: float
+    group_wire_bytes_per_second: float
 
 
 def probe(
@@ -59,7 +63,7 @@ def probe(
 
     copy = nbytes * here / best(lambda: _copy(source, target))
     if world == 1:
-        return Rates(copy, copy, copy)
+        return Rates(copy, copy, copy, copy, copy)
     pair = {0: (1, None), 1: (None, 0)}
     ring = {me: ((me + 1) % world, (me - 1) % world) for me in range(world)}
 
@@ -67,11 +71,11 @@ def probe(
         mine = peers.get(rank, (None, None))
         return min(best(lambda size=size: _transfer(group, mine, source, target, size)) for size in MESSAGE_BYTES)
 
-    link, wire = nbytes / quickest(pair), nbytes * here / quickest(ring)
+    link, wire = by_group = nbytes / quickest(pair), nbytes * here / quickest(ring)
     if device.type == "cpu" and here == world:
         alone = best(lambda: _copy(source, target) if rank == 0 else None)
         link, wire = max(link, nbytes / alone), max(wire, copy)
-    return Rates(link, wire, copy)
+    return Rates(link, wire, copy, *by_group)
 
 
 def digest_rate(group: dist.ProcessGroup, device: torch.device, *, nbytes: int, repeats: int) -> float:

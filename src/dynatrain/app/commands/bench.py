@@ -1,5 +1,6 @@
 """``dynatrain bench switch``."""
 
+import os
 import signal
 import sys
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from dynatrain.layout.foreign import read_layout
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.legality import check
 from dynatrain.layout.text import print_layout
+from dynatrain.observe.paths import user_path
 from dynatrain.space.presets import resolve_model
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 What = Annotated[Literal["switch"], tyro.conf.Positional]
 Model = Annotated[str, tyro.conf.arg(metavar="M")]
 From = Annotated[str, tyro.conf.arg(name="from", metavar="LAYOUT")]
+Checkpoints = Annotated[str, tyro.conf.arg(metavar="FOLDER")]
 To = Annotated[str, tyro.conf.arg(metavar="LAYOUT")]
 
 CASES = (("fsdp4", "fsdp2.tp2"), ("fsdp4", "pp2.fsdp2"), ("dp2.fsdp2", "fsdp4"))
@@ -45,6 +48,7 @@ def bench(
     to: To = "",
     repeats: int = 5,
     slow_repeats: int = 1,
+    checkpoints: Checkpoints = "/dev/shm",  # noqa: S108 - tmpfs is the point
     json: bool = False,
 ) -> int:
     """Measure how fast the state of AdamW in fp32 changes its layout, and what else PyTorch offers for it.
@@ -59,6 +63,7 @@ def bench(
         to: the layout after.
         repeats: runs of dynatrain in each mode, by the nearest transport and by gloo alone.
         slow_repeats: runs of the other methods, which take many times as long.
+        checkpoints: where dcp and reload write, and what they write is removed: memory, or a folder on a disk.
         json: print one JSON object.
     """
     shape = resolve_model(model)
@@ -70,6 +75,9 @@ def bench(
         raise MistakeError(
             f"--repeats {repeats} --slow-repeats {slow_repeats}: at least 1 run, and not more slow ones."
         )
+    folder = user_path(checkpoints)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise MistakeError(f"--checkpoints {checkpoints} is no folder that can be written to; name one that is.")
     cases = ((old, to),) if old else CASES
     layouts = all_of(*(lambda text=text: read_layout(text) for case in cases for text in case))
     all_of(*(lambda layout=layout: check(layout, shape.limits(), world_size=ranks) for layout in layouts))
@@ -85,6 +93,7 @@ def bench(
         repeats=repeats,
         slow_repeats=slow_repeats,
         tell=out.print,
+        checkpoints=folder,
     )
     if json:
         emit({"model": model, "ranks": ranks, "rows": [asdict(row) for row in rows]})
