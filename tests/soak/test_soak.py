@@ -1,0 +1,197 @@
+"""Faults of every kind, one after the other: nothing hangs, and the run is the one that nobody has struck, bit by bit.
+
+``make soak`` takes SOAK_FAULTS of them (448: every cell twice). What was taken stands in SOAK_LEDGER, so that a soak
+that was broken off goes on where it was; SOAK_SECONDS is how long one run is struck before its numbers are looked at.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from tests.cli import dynatrain, environment
+from tests.soak.soak import AGENT, BATCH, CELLS, KINDS, LIMIT, PATIENCE, PHASES, SEED, SEQUENCE, VICTIMS, Fault, Soak
+from tests.soak.soak import faults as all_faults
+
+from dynatrain.data.order import batch_ids
+from dynatrain.data.prepare import open_samples
+from dynatrain.execute.dcp_folder import DcpFolder
+from dynatrain.observe.checkpoints import checkpoint_name, newest
+from dynatrain.observe.log import Tail
+from dynatrain.observe.run import RunFolder
+
+SHORT = (("move", "old", "kill"), ("train", "agent", "delay"), ("check", "new", "kill"), ("commit", "old", "delay"))
+"""What ``make test`` has the time for."""
+EXPECTED = {
+    ("old", "kill"): {"mended"},
+    ("old", "stop"): {"mended"},
+    ("old", "cut"): {"mended"},
+    ("new", "kill"): {"aborted", "mended"},
+    ("new", "stop"): {"aborted", "mended"},
+    ("new", "cut"): {"aborted", "mended"},
+    ("agent", "kill"): {"mended"},
+    ("agent", "stop"): {"mended"},
+    ("agent", "cut"): {"mended"},
+    ("lead", "kill"): {"succeeded"},
+    ("lead", "stop"): {"succeeded"},
+    ("lead", "cut"): {"mended"},
+}
+"""What follows. Whoever is late for a moment has harmed nobody: that is looked at apart."""
+
+
+@contextmanager
+def alone(place, *words):
+    """The same run, on one rank and left alone."""
+    command = [sys.executable, AGENT, "train", "run.toml", "--run", "alone", "--layout=dp1", "--save.every=0", *words]
+    env = environment() | {"SOAK_PATIENCE": "60"}
+    process = subprocess.Popen(command, cwd=place, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process, RunFolder(place / "runs" / "alone")
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
+
+
+def lines_of(run):
+    return [line for line in Tail(run.metrics).new() if line["kind"] == "step"]
+
+
+def stop(soak):
+    """End the struck run, saved; all its agents say so."""
+    soak.base()
+    soak.ask("stop")
+    soak.until(lambda: all(agent.poll() is not None for agent in soak.agents))
+    assert [agent.returncode for agent in soak.agents] == [75, 75], soak.last_words()
+    soak.look()
+
+
+def check_order(soak):
+    """No step is missing, and one comes again only where that was said: after a loss, or from a checkpoint."""
+    said = {event["step"] for event in soak.events if event["kind"] in {"loss", "load"}} | {0}
+    again = 0
+    for one, other in pairwise(soak.steps):
+        if other["step"] == one["step"] + 1:
+            continue
+        assert other["step"] in said, (one, other)
+        assert (other["attempt"], other["generation"]) > (one["attempt"], one["generation"]), (one, other)
+        assert other["step"] <= one["step"], (one, other)
+        again += one["step"] + 1 - other["step"]
+    return again
+
+
+def check_numbers(soak, undisturbed):
+    """Every line is that of the run which nobody has struck, also of steps that were made again: all digits."""
+    expected = {line["step"]: (line["loss"], line["grad_norm"]) for line in undisturbed}
+    samples = open_samples(soak.run.path, SEQUENCE)
+    for line in soak.steps:
+        assert (line["loss"], line["grad_norm"]) == expected[line["step"]], (line, expected[line["step"]])
+        assert line["samples"] == batch_ids(SEED, line["step"], BATCH, len(samples)).tolist()
+
+
+def check_state(soak, other, step):
+    """The parameters, moments and all else that was saved at the end are those of the other run."""
+    one, two = (DcpFolder(run.checkpoints / checkpoint_name(step)) for run in (soak.run, other))
+    assert one.shapes == two.shapes
+    for key in one.shapes:
+        assert torch.equal(one.read(key), two.read(key)), key
+
+
+def check_hits(hits):
+    """What has become of each fault is what is promised of its victim and kind."""
+    wrong = [
+        hit.record()
+        for hit in hits
+        if (hit.fault.kind == "delay" and hit.outcome not in {"unharmed", "unharmed, done"})
+        or (hit.fault.kind != "delay" and hit.outcome not in EXPECTED[hit.fault.victim, hit.fault.kind])
+    ]
+    assert not wrong, wrong
+
+
+def test_a_few_faults_in_one_run_cost_no_step_and_no_bit(tmp_path):
+    with Soak(tmp_path) as soak:
+        with alone(tmp_path) as (process, reference):
+            hits = [soak.strike(Fault(number=i, phase=p, victim=v, kind=k)) for i, (p, v, k) in enumerate(SHORT)]
+            stop(soak)
+            soak.until(lambda: lines_of(reference)[-1:] and lines_of(reference)[-1]["step"] >= soak.steps[-1]["step"])
+            assert process.poll() is None
+        check_hits(hits)
+        assert check_order(soak) == 0
+        check_numbers(soak, lines_of(reference))
+    checked = dynatrain("check", "one", cwd=tmp_path)
+    assert checked.code == 0, checked
+    assert "dp2 -> dp1" in checked.out
+    mended = [json.loads(path.read_text()) for path in soak.run.path.glob("switches/*/loss.json")]
+    assert len(mended) == 1
+    assert all(path.with_name("plan.json").exists() for path in soak.run.path.glob("switches/*/loss.json"))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(6 * 3600)
+def test_every_cell_of_phase_victim_and_kind_twice(tmp_path):
+    wanted = all_faults(int(os.environ.get("SOAK_FAULTS", "0")) or 2 * len(CELLS))
+    ledger = Path(os.environ.get("SOAK_LEDGER") or tmp_path / "ledger.jsonl")
+    seconds = float(os.environ.get("SOAK_SECONDS", "600"))
+    pieces = int(os.environ.get("SOAK_PIECES", "0")) or len(wanted)
+    for piece in range(pieces):
+        taken = {record["number"] for record in records(ledger)}
+        left = [fault for fault in wanted if fault.number not in taken]
+        if not left:
+            break
+        a_run(tmp_path / str(piece), left, seconds, ledger)
+    sys.stdout.write(table(records(ledger)))
+
+
+def a_run(place, faults, seconds, ledger):
+    """One run with as many of these faults as there is time for; what they have shown is written down at its end."""
+    end, hits = time.monotonic() + seconds, []
+    with Soak(place) as soak:
+        for fault in faults:
+            if hits and time.monotonic() > end:
+                break
+            hits.append(soak.strike(fault))
+            sys.stderr.write(f"{json.dumps(hits[-1].record())}\n")
+        stop(soak)
+        check_hits(hits)
+        again = check_order(soak)
+        _, step = newest(soak.run.checkpoints)[0], soak.steps[-1]["step"] + 1
+        with alone(place, f"--steps={step}") as (process, reference):
+            assert process.wait(LIMIT + step) == 0
+        check_numbers(soak, lines_of(reference))
+        check_state(soak, reference, step)
+    checked = dynatrain("check", "one", cwd=place)
+    assert checked.code == 0, checked
+    with ledger.open("a") as book:
+        for hit in hits:
+            book.write(json.dumps(hit.record() | {"run_steps": step, "run_redone": again}) + "\n")
+
+
+def records(ledger):
+    return [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
+
+
+def table(hits):
+    """How often each cell was hit, and the slowest way back of each kind of fault."""
+    count = Counter((hit["phase"], hit["victim"], hit["kind"]) for hit in hits)
+    columns = [(victim, kind) for victim in VICTIMS for kind in KINDS]
+    rows = [["phase", *(f"{victim} {kind}" for victim, kind in columns)]]
+    rows += [[phase, *(str(count[phase, *column]) for column in columns)] for phase in PHASES]
+    slowest = {
+        column: max((hit["seconds"] for hit in hits if (hit["victim"], hit["kind"]) == column), default=0.0)
+        for column in columns
+    }
+    rows.append(["slowest", *(f"{slowest[column]:.1f} s" for column in columns)])
+    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, wide, strict=True)).rstrip() for row in rows]
+    runs = {(hit["run_steps"], hit["run_redone"]) for hit in hits}
+    steps, again = sum(run[0] for run in runs), sum(run[1] for run in runs)
+    text = "\n".join(lines)
+    return f"{text}\n{len(hits)} faults in {steps} steps, {again} of them made again; patience {PATIENCE:g} s\n"
