@@ -274,6 +274,9 @@ class Soak:
         self.base()
         hit, request = Hit(fault=fault), ""
         victim = {"agent": self.other, "lead": self.lead}.get(fault.victim)
+        ends = (
+            self.other if (fault.victim, fault.kind) == ("lead", "cut") else victim
+        )  # a lead that lives keeps the run
         armed = asdict(fault) | {"rank": fault.number, "pids": self.host(victim) if victim else []}
         (self.run.path / FIRED).unlink(missing_ok=True)
         (self.run.path / "armed.new").write_text(json.dumps(armed))
@@ -285,7 +288,7 @@ class Soak:
             hit.outcome, since = self._follow(fault, fired["time"], request)
             line = self.until(lambda: next((one for one in self.steps if one["time"] > since), None), alive=1)
         hit.seconds = line["time"] - fired["time"]
-        self._clear_up(fault, fired, victim)
+        self._clear_up(fault, fired, ends)
         answer = self.answer(request) if request else None
         hit.said = f"{answer.outcome}: {answer.message}" if answer else ""
         return hit
@@ -352,14 +355,14 @@ class Soak:
             return "resumed", when
         return outcome, when
 
-    def _clear_up(self, fault, fired, victim):
-        """Whoever is halted goes on, and whoever is to end by itself does."""
+    def _clear_up(self, fault, fired, ends):
+        """Whoever is halted goes on, and the agent that is to end by itself then does."""
         (self.run.path / ARMED).unlink(missing_ok=True)
-        if victim is None or fault.kind == "delay":
+        if ends is None or fault.kind == "delay":
             return
         if fault.kind == "stop":
             os.kill(fired["pid"], signal.SIGCONT)
-        self.until(lambda: victim.poll() is not None)
+        self.until(lambda: ends.poll() is not None)
 
     def base(self):
         """Two hosts with ranks on each, two or four of them, that train and have nothing else to do."""
@@ -370,25 +373,29 @@ class Soak:
             time.sleep(0.5)  # the mark of whoever leads now, and where it listens
             self._begin(["join", "one", "--ranks", "1", "--place", f"p{next(self._places)}"], {})
             self.until(lambda: self.since("host_joined", 0) and len(self.agents) == 2, alive=2)
-        for _ in range(5):
-            if self.settled():
-                return
-            with suppress(AssertionError):
-                self.until(self.settled, 8, alive=2)
+        for _ in range(6):
+            self.until(self.at_rest, alive=2)
+            if len({*self.world()}) == 2:
                 return
             self.wait_for(self.ask("scale", size=4 if len(self.world()) < 4 else 2))
-        raise AssertionError(f"the run does not come to rest: {self.world()}; {self.last_words()}")
+        raise AssertionError(f"both hosts never have ranks: {self.world()}; {self.last_words()}")
 
     def wait_for(self, request):
         return self.until(lambda: self.answer(request), alive=1)
 
-    def settled(self):
-        """Whether both hosts have ranks, and the newest steps are of that world."""
-        nodes = self.world()
+    def at_rest(self):
+        """Whether no members change, whoever is missing has been replaced, and the newest steps are of that world."""
         last = [event for event in self.events if event["kind"] == "crossing"][-1:]
-        rest = not last or last[0]["stage"] in {"done", "undone"}
-        quiet = [line for line in self.steps if line["time"] > (last[0]["time"] if last else 0)]
-        return rest and len(nodes) in (2, 4) and len({*nodes}) == 2 and len(quiet) > 2
+        if last and (
+            last[0]["stage"] in {"coming", "asked"} or (last[0]["lost"] and last[0]["attempt"] == self.attempt)
+        ):
+            return False  # who is lost is replaced at once
+        since = max((event["time"] for event in (*last, self.events[-1])), default=0)
+        return len(self.world()) > 0 and sum(line["time"] > since for line in self.steps[-8:]) > 2
+
+    @property
+    def attempt(self):
+        return self.steps[-1]["attempt"]
 
 
 def prepare(place):
