@@ -106,11 +106,12 @@ class Fault:
 
 
 def faults(count: int, seed: int = 1) -> list[Fault]:
-    """The first ``count`` faults of the soak with this seed."""
+    """The first ``count`` faults of the soak with this seed; of each round through all cells the short ones first."""
     found: list[Fault] = []
     for again in range(-(-count // len(CELLS))):
         cells = list(CELLS)
         random.Random(f"{seed}/{again}").shuffle(cells)
+        cells.sort(key=lambda cell: cell[1] in {"agent", "lead"} and cell[2] != "delay")
         found += [Fault(number=len(found) + i, phase=p, victim=v, kind=k) for i, (p, v, k) in enumerate(cells)]
     return found[:count]
 

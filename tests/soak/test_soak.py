@@ -1,7 +1,8 @@
 """Faults of every kind, one after the other: nothing hangs, and the run is the one that nobody has struck, bit by bit.
 
 ``make soak`` takes SOAK_FAULTS of them (448: every cell twice). What was taken stands in SOAK_LEDGER, so that a soak
-that was broken off goes on where it was; SOAK_SECONDS is how long one run is struck before its numbers are looked at.
+that was broken off goes on where it was; SOAK_SECONDS is how long one run is struck before its numbers are looked at, and
+SOAK_RUNS how many are struck side by side: mostly they wait.
 """
 
 import json
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +26,7 @@ from tests.soak.soak import faults as all_faults
 from dynatrain.data.order import batch_ids
 from dynatrain.data.prepare import open_samples
 from dynatrain.execute.dcp_folder import DcpFolder
-from dynatrain.observe.checkpoints import checkpoint_name, newest
+from dynatrain.observe.checkpoints import checkpoint_name
 from dynatrain.observe.log import Tail
 from dynatrain.observe.run import RunFolder
 
@@ -140,29 +142,37 @@ def test_every_cell_of_phase_victim_and_kind_twice(tmp_path):
     wanted = all_faults(int(os.environ.get("SOAK_FAULTS", "0")) or 2 * len(CELLS))
     ledger = Path(os.environ.get("SOAK_LEDGER") or tmp_path / "ledger.jsonl")
     seconds = float(os.environ.get("SOAK_SECONDS", "600"))
+    runs = int(os.environ.get("SOAK_RUNS", "2"))
     pieces = int(os.environ.get("SOAK_PIECES", "0")) or len(wanted)
     for piece in range(pieces):
         taken = {record["number"] for record in records(ledger)}
         left = [fault for fault in wanted if fault.number not in taken]
         if not left:
             break
-        a_run(tmp_path / str(piece), left, seconds, ledger)
+        with ThreadPoolExecutor(runs) as pool:
+            runs_of = [
+                pool.submit(a_run, tmp_path / f"{piece}-{n}", left[n::runs], seconds, ledger) for n in range(runs)
+            ]
+            for one in runs_of:
+                one.result()
     sys.stdout.write(table(records(ledger)))
 
 
 def a_run(place, faults, seconds, ledger):
     """One run with as many of these faults as there is time for; what they have shown is written down at its end."""
+    if not faults:
+        return
     end, hits = time.monotonic() + seconds, []
     with Soak(place) as soak:
         for fault in faults:
-            if hits and time.monotonic() > end:
+            if time.monotonic() > end:
                 break
             hits.append(soak.strike(fault))
             sys.stderr.write(f"{json.dumps(hits[-1].record())}\n")
         stop(soak)
         check_hits(hits)
         again = check_order(soak)
-        _, step = newest(soak.run.checkpoints)[0], soak.steps[-1]["step"] + 1
+        step = soak.steps[-1]["step"] + 1
         with alone(place, f"--steps={step}") as (process, reference):
             assert process.wait(LIMIT + step) == 0
         check_numbers(soak, lines_of(reference))
