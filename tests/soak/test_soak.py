@@ -1,8 +1,8 @@
 """Faults of every kind, one after the other: nothing hangs, and the run is the one that nobody has struck, bit by bit.
 
-``make soak`` takes SOAK_FAULTS of them (448: every cell twice). What was taken stands in SOAK_LEDGER, so that a soak
-that was broken off goes on where it was; SOAK_SECONDS is how long one run is struck before its numbers are looked at, and
-SOAK_RUNS how many are struck side by side: mostly they wait.
+``make soak`` takes SOAK_FAULTS of them (224: every cell twice). What was taken stands in SOAK_LEDGER, so that a soak
+that was broken off goes on where it was; SOAK_SECONDS is how long one run is struck before its numbers are looked at,
+and SOAK_RUNS how many are struck side by side: mostly they wait.
 """
 
 import json
@@ -116,6 +116,12 @@ def check_hits(hits):
         or (hit.fault.kind != "delay" and hit.outcome not in EXPECTED[hit.fault.victim, hit.fault.kind])
     ]
     assert not wrong, wrong
+
+
+def test_the_whole_soak_hits_every_cell_twice():
+    hits = Counter((fault.phase, fault.victim, fault.kind) for fault in all_faults(2 * len(CELLS)))
+    assert len(hits) == len(PHASES) * len(VICTIMS) * len(KINDS) == 112
+    assert set(hits.values()) == {2}
 
 
 def test_a_few_faults_in_one_run_cost_no_step_and_no_bit(tmp_path):
