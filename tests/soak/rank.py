@@ -60,8 +60,7 @@ class _Faulty(rank._Progress):
             return cls.joins
         if cls.joins:
             return False
-        number, size = cls.switchers[0].rank, cls.switchers[0].layout.world_size
-        return number == (fault["rank"] % size if fault["victim"] == "old" else 0)
+        return cls.switchers[0].rank == (fault["rank"] if fault["victim"] == "old" else 0)
 
     @classmethod
     def _do(cls, fault: dict[str, Any]) -> None:

@@ -278,7 +278,7 @@ class Soak:
         ends = (
             self.other if (fault.victim, fault.kind) == ("lead", "cut") else victim
         )  # a lead that lives keeps the run
-        armed = asdict(fault) | {"rank": fault.number, "pids": self.host(victim) if victim else []}
+        armed = asdict(fault) | {"rank": fault.number % len(self.world()), "pids": self.host(victim) if victim else []}
         (self.run.path / FIRED).unlink(missing_ok=True)
         (self.run.path / "armed.new").write_text(json.dumps(armed))
         (self.run.path / "armed.new").rename(self.run.path / ARMED)
