@@ -272,7 +272,7 @@ class Soak:
 
     def strike(self, fault):
         """Plant a fault, wait for what follows and for the next steps, and clear up behind it."""
-        self.base()
+        self.base(fault)
         hit, request = Hit(fault=fault), ""
         victim = {"agent": self.other, "lead": self.lead}.get(fault.victim)
         ends = (
@@ -284,7 +284,7 @@ class Soak:
         (self.run.path / "armed.new").rename(self.run.path / ARMED)
         if fault.carrier:
             request = self._carry(fault)
-        fired = json.loads(self.until(self._fired, alive=1))
+        fired = self.until(lambda: self._fired(request), alive=1)
         with self._disturbed(fault, fired, victim):
             hit.outcome, since = self._follow(fault, fired["time"], request)
             line = self.until(lambda: next((one for one in self.steps if one["time"] > since), None), alive=1)
@@ -294,21 +294,27 @@ class Soak:
         hit.said = f"{answer.outcome}: {answer.message}" if answer else ""
         return hit
 
-    def _fired(self):
+    def _fired(self, request):
+        """What was done, as told by who did it; None before."""
+        answer = self.answer(request) if request else None
         with suppress(OSError):
-            return (self.run.path / FIRED).read_text()
+            return json.loads((self.run.path / FIRED).read_text())
+        assert answer is None, f"answered before the fault has struck: {answer}"
+        return None
 
     def _carry(self, fault):
         """Have something under way at which the fault can strike."""
         nodes, layout = self.world(), self.layout
         if fault.carrier == "switch":
-            size = len(nodes)
-            named = {"dp2": "fsdp2", "fsdp2": "dp2", "dp2.fsdp2": "fsdp4"}.get(layout, f"dp{size}")
-            return self.ask("switch", layout=named)
+            return self.ask("switch", layout=f"{'fsdp' if layout.startswith('dp') else 'dp'}{len(nodes)}")
         if len(nodes) == 2:
             return self.ask("scale", size=4, layout="dp2.fsdp2")
-        leave = [rank for rank, node in enumerate(nodes) if node in nodes[:rank]]
-        return self.ask("scale", leave=leave, layout="dp2")
+        return self.ask("scale", leave=self._second(), layout="dp2")
+
+    def _second(self):
+        """The ranks but for the first of each host."""
+        nodes = self.world()
+        return [rank for rank, node in enumerate(nodes) if node in nodes[:rank]]
 
     @contextmanager
     def _disturbed(self, fault, fired, victim):
@@ -365,7 +371,7 @@ class Soak:
             os.kill(fired["pid"], signal.SIGCONT)
         self.until(lambda: ends.poll() is not None)
 
-    def base(self):
+    def base(self, fault=None):
         """Two hosts with ranks on each, two or four of them, that train and have nothing else to do."""
         self.agents = [agent for agent in self.agents if agent.poll() is None]
         if not self.agents:
@@ -377,7 +383,10 @@ class Soak:
         for _ in range(6):
             self.until(self.at_rest, alive=2)
             if len({*self.world()}) == 2:
-                return
+                if len(self.world()) == 2 or fault is None or fault.carrier != "grow":
+                    return
+                self.wait_for(self.ask("scale", leave=self._second(), layout="dp2"))
+                continue
             self.wait_for(self.ask("scale", size=4 if len(self.world()) < 4 else 2))
         raise AssertionError(f"both hosts never have ranks: {self.world()}; {self.last_words()}")
 

@@ -169,25 +169,34 @@ def a_run(place, faults, seconds, ledger):
     if not faults:
         return
     end, hits = time.monotonic() + seconds, []
+    failed = None
     with Soak(place) as soak:
         for fault in faults:
             if time.monotonic() > end:
                 break
-            hits.append(soak.strike(fault))
+            try:
+                hits.append(soak.strike(fault))
+            except AssertionError as error:  # the others are looked at, and written down, all the same
+                failed = AssertionError(f"{fault}: {error}")
+                break
             sys.stderr.write(f"{json.dumps(hits[-1].record())}\n")
-        stop(soak)
+        if failed is None:
+            stop(soak)
         check_hits(hits)
         again = check_order(soak)
-        step = soak.steps[-1]["step"] + 1
-        with alone(place, f"--steps={step}") as (process, reference):
-            assert process.wait(LIMIT + step) == 0
-        check_numbers(soak, lines_of(reference))
+    step = 1 + max(line["step"] for line in soak.steps)
+    with alone(place, f"--steps={step}") as (process, reference):
+        assert process.wait(LIMIT + step) == 0
+    check_numbers(soak, lines_of(reference))
+    if failed is None:
         check_state(soak, reference, step)
     checked = dynatrain("check", "one", cwd=place)
     assert checked.code == 0, checked
     with ledger.open("a") as book:
         for hit in hits:
             book.write(json.dumps(hit.record() | {"run_steps": step, "run_redone": again}) + "\n")
+    if failed is not None:
+        raise failed
 
 
 def records(ledger):
