@@ -149,6 +149,7 @@ def test_every_cell_of_phase_victim_and_kind_twice(tmp_path):
     ledger = Path(os.environ.get("SOAK_LEDGER") or tmp_path / "ledger.jsonl")
     seconds = float(os.environ.get("SOAK_SECONDS", "600"))
     runs = int(os.environ.get("SOAK_RUNS", "2"))
+    errors: list[BaseException] = []
     pieces = int(os.environ.get("SOAK_PIECES", "0")) or len(wanted)
     for piece in range(pieces):
         taken = {record["number"] for record in records(ledger)}
@@ -159,9 +160,11 @@ def test_every_cell_of_phase_victim_and_kind_twice(tmp_path):
             runs_of = [
                 pool.submit(a_run, tmp_path / f"{piece}-{n}", left[n::runs], seconds, ledger) for n in range(runs)
             ]
-            for one in runs_of:
-                one.result()
+        errors = [error for one in runs_of if (error := one.exception()) is not None]
+        if errors:
+            break
     sys.stdout.write(table(records(ledger)))
+    assert not errors, errors
 
 
 def a_run(place, faults, seconds, ledger):
@@ -190,8 +193,8 @@ def a_run(place, faults, seconds, ledger):
     check_numbers(soak, lines_of(reference))
     if failed is None:
         check_state(soak, reference, step)
-    checked = dynatrain("check", "one", cwd=place)
-    assert checked.code == 0, checked
+        checked = dynatrain("check", "one", cwd=place)
+        assert checked.code == 0, checked
     with ledger.open("a") as book:
         for hit in hits:
             book.write(json.dumps(hit.record() | {"run_steps": step, "run_redone": again}) + "\n")
