@@ -40,6 +40,8 @@ AGENT = str(ROOT / "tests" / "soak" / "agent.py")
 SEQUENCE, BATCH, SEED = 32, 4, 3
 PATIENCE, DEADLINE, DELAY = 4.0, 3.0, 0.4
 """Seconds: until who is silent is lost; of a phase of a switch; for which a delayed process is halted."""
+_STARTING = threading.Lock()
+"""Agents that import torch all at once would take each other for lost."""
 LIMIT = 90.0
 """Seconds for a run to train again after a fault; nothing takes a third of it, and what hangs takes all."""
 CONFIG = f"""
@@ -176,13 +178,14 @@ class Soak:
 
     def start(self):
         """Both hosts' agents, of a new run or of one that has ended."""
-        with socket.create_server(("127.0.0.1", 0)) as probe:
+        with _STARTING, socket.create_server(("127.0.0.1", 0)) as probe:
             port = str(probe.getsockname()[1])
-        for node in range(2):
-            told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(node)}
-            self._begin(["train", "run.toml", "--run", "one"], told)
-        began = time.time()
-        self.until(lambda: self.steps and self.steps[-1]["time"] > began, 120, alive=2)
+            probe.close()
+            for node in range(2):
+                told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(node)}
+                self._begin(["train", "run.toml", "--run", "one"], told)
+            began = time.time()
+            self.until(lambda: self.steps and self.steps[-1]["time"] > began, 120, alive=2)
         self.wait_for(self.ask("save"))  # else a run that ends early could not go on
 
     def _begin(self, words, told):
