@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 from tests.cli import ROOT, environment
+from tests.conftest import catches
 from tests.dist.trained import SHAPE
 from tests.soak.cut import cut
 from tests.soak.rank import ARMED, FIRED, PACE
@@ -42,7 +43,7 @@ PATIENCE, DEADLINE, DELAY = 4.0, 3.0, 0.4
 """Seconds: until who is silent is lost; of a phase of a switch; for which a delayed process is halted."""
 _STARTING = threading.Lock()
 """Agents that import torch all at once would take each other for lost."""
-LIMIT = 90.0
+LIMIT = 60.0
 """Seconds for a run to train again after a fault; nothing takes a third of it, and what hangs takes all."""
 CONFIG = f"""
 layout = "dp2"
@@ -243,8 +244,18 @@ class Soak:
                 return found
             living = sum(agent.poll() is None for agent in self.agents)
             assert living >= alive, f"{living} agents live, not {alive}; {self.last_words()}"
-            assert time.monotonic() < end, f"nothing in {seconds:g} s; {self.last_words()}"
+            assert time.monotonic() < end, f"nothing in {seconds:g} s; {self.last_words()}\n{self.stacks()}"
             time.sleep(0.03)
+
+    def stacks(self):
+        """What every rank is at, as it prints into its log when it is asked."""
+        for agent in self.agents:
+            for pid in self.host(agent):
+                if catches(pid, signal.SIGUSR1):
+                    os.kill(pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        logs = sorted(self.run.logs.glob("rank_*.log"), key=lambda path: path.stat().st_mtime)
+        return "\n".join(f"{path.name}: {path.read_text()[-6000:]}" for path in logs[-4:])
 
     def last_words(self):
         texts = [f"{path.name}: {path.read_text()[-1500:]}" for path in self.said.values()][-3:]
