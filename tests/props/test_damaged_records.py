@@ -14,6 +14,8 @@ from dynatrain.app.main import main
 from dynatrain.app.planned import change, change_of_model
 from dynatrain.layout.text import parse_layout
 from dynatrain.observe.checkpoints import checkpoint_name, newest
+from dynatrain.plan.plan import Kept, Loss
+from dynatrain.space.ownership import Ownership
 from dynatrain.space.presets import PRESETS
 
 PAIR = (parse_layout("pp2.fsdp2"), parse_layout("fsdp2.tp2"))
@@ -24,6 +26,29 @@ def written(mode, layouts=PAIR, members=()):
     """``(plan, certificate)`` of a switch of five tensors, as read from JSON."""
     whole_model = change_of_model(PRESETS["tiny"], layouts, members=members, mode=mode)
     planned = change(whole_model.catalogue[:5], whole_model.old, whole_model.new, members=members, mode=mode)
+    return files_of(planned, "scale" if members else "switch")
+
+
+def written_after_a_loss():
+    """The same of the repair after rank 1 of four was lost: the others are holders 0 to 2, and it is holder 3."""
+    old, new = parse_layout("dp2.fsdp2"), parse_layout("fsdp2")
+    model = change_of_model(PRESETS["tiny"], (old, new), members=(0, 1), mode="keep")
+    holders = (0, 3, 1, 2)
+    kept = tuple(Kept(holder=holder, owner=holder, step=4, live=True) for holder in range(4))
+    planned = change(
+        model.catalogue[:5],
+        Ownership(old.over(holders), model.old.placements),
+        model.new,
+        members=(0, 1),
+        mode="keep",
+        holders=holders,
+        loss=Loss(lost=frozenset({3}), step=4, kept=kept),
+    )
+    return files_of(planned, "loss")
+
+
+def files_of(planned, verb):
+    """``(plan, certificate)`` of a change, as read from JSON."""
     whole = planned.whole()
     record = planned.record(whole, planned.summary(whole))
     coverage = planned.verdict(whole).coverage
@@ -37,9 +62,9 @@ def written(mode, layouts=PAIR, members=()):
         "step": 4,
         "from": record.from_,
         "to": record.to,
-        "world": {"old": 4, "new": layouts[1].world_size},
-        "cause": {"verb": "scale" if members else "switch", "by": "cli", "request_id": "7"},
-        "mode": mode,
+        "world": {"old": 4, "new": parse_layout(record.to).world_size},
+        "cause": {"verb": verb, "by": "cli", "request_id": "7"},
+        "mode": record.mode,
         "outcome": "committed",
         "plan_hash": record.plan_hash,
         "coverage": {
@@ -62,7 +87,10 @@ def written(mode, layouts=PAIR, members=()):
     return json.loads(record.to_json()), json.loads(json.dumps(certificate))
 
 
-SWITCHES = {mode: written(mode) for mode in ("keep", "tight")} | {"crossing": written("tight", CROSSING, (2, 5, 4))}
+SWITCHES = {mode: written(mode) for mode in ("keep", "tight")} | {
+    "crossing": written("tight", CROSSING, (2, 5, 4)),
+    "loss": written_after_a_loss(),
+}
 
 
 def check(folder, plan, certificate):
@@ -224,6 +252,33 @@ def test_a_manifest_damaged_anywhere_never_hides_the_checkpoint_before_it(tmp_pa
 def test_a_sound_switch_is_sound(tmp_path, mode):
     codes, said = check(tmp_path / "001", *SWITCHES[mode])
     assert codes == {0}, said
+
+
+REPORT = {"lost": [{"rank": 1, "member": 1}], "step": 4, "files": None}
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({}, ""),
+        ({"lost": [{"rank": 3, "member": 3}]}, "loss.json says lost [3], the plan [1]"),
+        ({"step": 3}, "loss.json says step 3, the plan 4"),
+        ({"files": 4}, "loss.json says files 4, the plan None"),
+        ({"lost": [3]}, "loss.lost[0] is 3"),
+    ],
+)
+def test_the_report_of_a_loss_is_held_against_the_plan_of_its_repair(tmp_path, told, said):
+    (tmp_path / "001").mkdir()
+    (tmp_path / "001" / "loss.json").write_text(json.dumps(REPORT | told))
+    codes, found = check(tmp_path / "001", *SWITCHES["loss"])
+    assert (max(codes), said in found) == (3 if said else 0, True), found
+
+
+def test_a_certificate_of_a_loss_and_a_plan_of_none_do_not_go_together(tmp_path):
+    plan, certificate = copy.deepcopy(SWITCHES["keep"])
+    certificate["cause"]["verb"] = "loss"
+    codes, found = check(tmp_path / "001", plan, certificate)
+    assert (max(codes), "do not agree on whether somebody was lost" in found) == (3, True), found
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -139,6 +139,28 @@ def test_what_the_ranks_were_asked_is_taken_down_and_answered_as_they_had_decide
     assert (cluster.loss(1).old, cluster.loss(1).generation) == (world, asked["generation"] + 1)
 
 
+@pytest.mark.parametrize("fate", ["killed", "silent"])
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_leaver_that_falls_before_its_crossing_is_decided_is_lost_and_one_that_had_left_is_not(
+    cluster, fate, committed
+) -> None:
+    cluster.ask("fewer", leave=[1])
+    cluster.tick()
+    asked = cluster.asked()["arguments"]
+    if committed:
+        crossing_board(cluster.store, asked["generation"], 2).decide(COMMIT, {})
+    if fate == "killed":
+        cluster.end(1, signal=9)
+        cluster.tick()
+    for _ in range(0 if fate == "killed" else 3):
+        cluster.beat(0, layout="dp2")
+        cluster.tick(PATIENCE / 2)
+
+    assert cluster.answer("fewer").outcome == ("done" if committed else "aborted")
+    assert (cluster.loss(1) is None) == committed
+    assert committed or (cluster.loss(1).lost, cluster.loss(1).new) == ((1,), (0,))
+
+
 def test_all_members_of_a_node_are_lost_with_its_agent(cluster) -> None:
     cluster.grow()
     for _ in range(3):

@@ -4,15 +4,21 @@ import random
 
 import pytest
 from tests import toys
+from tests.losses import memory
+from tests.plans.cases import LAYERS, small
 
 from dynatrain.app.planned import change, change_of_model, change_of_record
 from dynatrain.app.verify import check_file
 from dynatrain.layout.legality import problems
 from dynatrain.layout.text import parse_layout
+from dynatrain.plan.loss import restore
 from dynatrain.plan.record import SCHEMA, PlanRecord, PlanRecordError
-from dynatrain.space.ownership import declared
+from dynatrain.space.ownership import Ownership, declared
 from dynatrain.space.presets import PRESETS
+from dynatrain.space.tensor import State
+from dynatrain.train.muster import renumbered
 
+ONE = small(width=8, inner=12, vocabulary=16, states=(State("param", "float32"),))
 PAIR = (parse_layout("pp2.fsdp2"), parse_layout("fsdp2.tp2"))
 
 
@@ -76,6 +82,71 @@ def test_members_that_cannot_be_are_refused(members):
     found = json.loads(recorded().to_json()) | {"members": members}
     with pytest.raises(PlanRecordError, match="members"):
         PlanRecord.from_object(found)
+
+
+def after_loss(files=None):
+    """The plan by which ranks 0, 2 and 3 of four go on without rank 1, from memory or from files as well."""
+    tensors, old = ONE, declared(ONE, parse_layout("fsdp4" if files else "dp2.fsdp2"), LAYERS)
+    found = restore(tensors, old, lost={1}, kept=memory(4, 12), files={8} if files else ())
+    holders = (0, 3, 1, 2)  # survivors in their order, and behind them the lost one
+    planned = change(
+        tensors,
+        Ownership(old.layout.over(holders), old.placements),
+        declared(tensors, parse_layout("fsdp2").over((0, 1)), LAYERS),
+        members=(0, 1),
+        mode="keep",
+        holders=holders,
+        loss=renumbered(found.loss, holders),
+    )
+    whole = planned.whole()
+    assert planned.verdict(whole).problems == ()
+    return planned.record(whole, planned.summary(whole))
+
+
+@pytest.mark.parametrize("files", [None, 8])
+def test_a_plan_after_a_loss_is_derived_again_and_judged_by_what_was_left(tmp_path, files):
+    record = after_loss(files)
+    again = PlanRecord.from_json(record.to_json())
+    assert again == record
+    assert (again.holders, again.loss.lost, again.loss.step, again.loss.files) == (
+        *((0, 3, 1, 2), {3}, files or 12),
+        files,
+    )
+    path = tmp_path / "plan.json"
+    path.write_text(record.to_json())
+    assert check_file(path).problems == ()
+    # Said to have come from whoever is lost, it is refused.
+    gone = json.loads(record.to_json())
+    gone["loss"] = None
+    gone["holders"] = []
+    path.write_text(json.dumps(gone))
+    assert check_file(path).problems
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("holders",), [0, 1, 2], "of 4 ranks each is another one of 0 .. 3"),
+        (("loss", "lost"), [], "at least one of the holders 0 .. 3"),
+        (("loss", "lost"), [7], "at least one of the holders 0 .. 3"),
+        (("loss", "lost"), [0], "is lost"),
+        (("loss", "step"), 13, "elements missing"),
+        (("loss", "kept", 0, "owner"), 9, "is not of the holders"),
+        (("loss", "kept"), [], "elements missing"),
+        (("loss",), {"lost": [3]}, "loss is"),
+        (("mode",), "tight", "after a loss it is keep"),
+    ],
+)
+def test_damage_to_what_a_plan_says_of_a_loss_is_found(tmp_path, place, value, said):
+    found = json.loads(after_loss().to_json())
+    inner = found
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(found))
+    problems = check_file(path).problems
+    assert any(said in problem for problem in problems), problems
 
 
 def damaged(record, key):

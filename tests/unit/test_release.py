@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from dynatrain.cluster.alarm import Alarm, put_up
 from dynatrain.cluster.summons import Summons
 from dynatrain.execute.transport import sever
+from dynatrain.train.survival import Survival
 
 pytestmark = pytest.mark.clock
 
@@ -90,3 +92,15 @@ def test_the_alarm_releases_first_and_then_tells_and_hears_of_each_loss_once():
         time.sleep(0.01)
     assert heard == [None, LOSS]
     assert Alarm(run, joins=True).wait(0, 0.0) is None  # a newcomer's begins with the next
+
+
+def test_an_error_of_a_collective_is_no_mistake_of_the_loop_before_the_agents_must_have_told_of_a_loss():
+    server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    run = dist.PrefixStore("run", server)
+    alarm = Alarm(run, joins=False, notice=SECONDS)
+    alarm.arm(lambda: None)
+    # A switch's deadline is short, and the machine that is gone is missed by its silence alone.
+    party = SimpleNamespace(worlds=SimpleNamespace(alarm=alarm), generation=0, patience=0.1)
+    threading.Timer(0.6, put_up, (run, LOSS)).start()
+    assert Survival(party).broken_by(RuntimeError("gloo: Connection closed by peer"))
+    assert not Survival(party).broken_by(ValueError("the loop's own"))

@@ -16,9 +16,10 @@ from dynatrain.layout.text import print_layout
 from dynatrain.plan.build import Adoptable, rank_plan, whole_plan
 from dynatrain.plan.by_family import family_plan
 from dynatrain.plan.order import chosen_order
-from dynatrain.plan.plan import RankPlan, Schedule
+from dynatrain.plan.plan import Fetch, Loss, RankPlan, Schedule
 from dynatrain.plan.record import PlanRecord, own_layout, record_of
 from dynatrain.plan.schedule import STAGING_BYTES, default_budget, keep_schedule, round_bytes_of, tight_schedule
+from dynatrain.plan.shelves import reads_of_rest
 from dynatrain.plan.storage import Storage, alike, storage
 from dynatrain.plan.summary import PlanSummary, summarise
 from dynatrain.plan.table import FamilyPlan, WholePlan
@@ -53,6 +54,8 @@ class Change:
         storage: bytes of every granule on every rank.
         schedule: the rounds.
         adoptable: which equal boxes may keep their storage.
+        holders: after a loss: those over which the layout of ``old`` is; else empty.
+        loss: what is left after it; None where nobody is lost.
     """
 
     catalogue: Catalogue
@@ -66,11 +69,15 @@ class Change:
     storage: Storage
     schedule: Schedule
     adoptable: Adoptable
+    holders: tuple[int, ...] = ()
+    loss: Loss | None = None
 
     @property
     def layouts(self) -> tuple[str, str]:
         """The texts of both layouts."""
-        return print_layout(self.old.layout), print_layout(own_layout(self.new.layout, self.members))
+        sides = (self.old.layout, self.holders), (self.new.layout, self.members)
+        before, after = (print_layout(own_layout(layout, over)) for layout, over in sides)
+        return before, after
 
     def part(self, rank: int) -> RankPlan:
         """What one rank does."""
@@ -82,6 +89,7 @@ class Change:
             self.schedule,
             ranks_per_node=self.ranks_per_node,
             adoptable=self.adoptable,
+            loss=self.loss,
         )
 
     def whole(self) -> WholePlan:
@@ -93,7 +101,21 @@ class Change:
             self.schedule,
             ranks_per_node=self.ranks_per_node,
             adoptable=self.adoptable,
+            loss=self.loss,
         )
+
+    @property
+    def fetches(self) -> dict[int, tuple[Fetch, ...]]:
+        """What each rank reads from files after a loss, as if those had every tensor in one piece."""
+        if self.loss is None or self.loss.files is None:
+            return {}
+        whole = {
+            (index, at): [tuple((0, size) for size in tensor.state_shape(state))]
+            for index, tensor in enumerate(self.catalogue)
+            for at, state in enumerate(tensor.states)
+        }
+        sides = self.old, self.new
+        return {rank: reads_of_rest(self.catalogue, whole, *sides, rank, self.loss) for rank in self.new.layout.ranks}
 
     def by_family(self) -> FamilyPlan:
         """What all ranks do, for very many."""
@@ -118,7 +140,8 @@ class Change:
     def verdict(self, plan: WholePlan) -> Verdict:
         """What the judge says of :meth:`whole`."""
         room = self.budget_bytes - STAGING_BYTES if self.mode == "tight" else None
-        return judge_whole(self.catalogue, self.old, self.new, plan, budget_bytes=room)
+        left = {"loss": self.loss, "fetches": self.fetches}
+        return judge_whole(self.catalogue, self.old, self.new, plan, budget_bytes=room, **left)
 
     def verdict_by_family(self, plan: FamilyPlan) -> Verdict:
         """What the judge says of :meth:`by_family`."""
@@ -138,6 +161,8 @@ class Change:
             round_bytes=self.round_bytes,
             ranks_per_node=self.ranks_per_node,
             adoptable=self.adoptable,
+            holders=self.holders,
+            loss=self.loss,
         )
 
 
@@ -152,6 +177,8 @@ def change(
     round_bytes: int = 0,
     ranks_per_node: int | None = None,
     adoptable: Adoptable | None = None,
+    holders: tuple[int, ...] = (),
+    loss: Loss | None = None,
 ) -> Change:
     """Plan a change of ownership.
 
@@ -165,6 +192,8 @@ def change(
         round_bytes: for ``keep``: bytes of whole tensors that travel in one round; 0 for the planner's own choice.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; None puts all ranks on one node.
         adoptable: which equal boxes may keep their storage; by default those that are padded alike.
+        holders: after a loss: those over which the layout of ``old`` is.
+        loss: what is left after it.
 
     Raises:
         PlanError: ``tight`` has no order that fits into the budget.
@@ -184,8 +213,11 @@ def change(
         round_bytes=round_bytes,
         ranks_per_node=ranks_per_node,
         storage=held,
-        schedule=with_turns(tensors, old, new, rounds, ranks_per_node=ranks_per_node),
+        # After a loss turns are as they come: whom they would relieve may be lost.
+        schedule=rounds if loss else with_turns(tensors, old, new, rounds, ranks_per_node=ranks_per_node),
         adoptable=adoptable,
+        holders=holders,
+        loss=loss,
     )
 
 
@@ -263,4 +295,6 @@ def change_of_record(record: PlanRecord) -> Change:
         round_bytes=record.round_bytes,
         ranks_per_node=record.ranks_per_node,
         adoptable=lambda index: record.tensors[index].adoptable,
+        holders=record.holders,
+        loss=record.loss,
     )

@@ -8,10 +8,18 @@ from typing import Any
 from dynatrain.app.mistake import MistakeError
 from dynatrain.app.planned import Change, change_of_record
 from dynatrain.judge.certificate import check_certificate
+from dynatrain.observe.fields import Rule, count, problems_of
 from dynatrain.observe.objects import ObjectError, read_object
 from dynatrain.plan.errors import PlanError
 from dynatrain.plan.record import PlanRecord, PlanRecordError
 
+_LOSS = "loss.json"
+_TOLD: Rule = {
+    "lost": [lambda one: isinstance(one, dict) and count(one.get("rank"))],
+    "step": count,
+    "files": lambda step: step is None or count(step),
+}
+"""What of a report of a loss is held against the plan."""
 _NO_PLAN = "no plan.json beside the certificate"
 
 
@@ -63,13 +71,39 @@ def check_switch(folder: Path) -> Checked:
     plan, record, planned = _derived(plan_path)
     if checked.problems or plan.problems or record is None or planned is None:
         return _with(checked, plan.problems)
-    return _with(checked, tuple(_apart(checked.record, record, planned)))
+    return _with(checked, (*_apart(checked.record, record, planned), *_of_loss(folder / _LOSS, checked.record, record)))
+
+
+def _of_loss(path: Path, certificate: dict[str, Any], record: PlanRecord) -> Iterator[str]:
+    """In what the report of a loss, the certificate and the plan beside it differ.
+
+    A switch that was asked for has no report, and a crossing that another loss has cut short has none either.
+    """
+    if (certificate["cause"]["verb"] == "loss") != (record.loss is not None):
+        yield "the certificate and the plan do not agree on whether somebody was lost"
+    if record.loss is None or not path.exists():
+        return
+    try:
+        told = read_object(path)
+    except ObjectError as error:
+        yield str(error)
+        return
+    if problems := problems_of("loss", {key: told.get(key) for key in _TOLD}, _TOLD):
+        yield from problems
+        return
+    plan = {
+        "lost": [rank for rank, holder in enumerate(record.holders) if holder in record.loss.lost],
+        "step": record.loss.step,
+        "files": record.loss.files,
+    }
+    said = {"lost": [one["rank"] for one in told["lost"]], "step": told["step"], "files": told["files"]}
+    yield from (
+        f"{_LOSS} says {key} {said[key]}, the plan {value}" for key, value in plan.items() if said[key] != value
+    )
 
 
 def _planned(certificate: dict[str, Any]) -> bool:
-    """Whether a switch came as far as to have a plan that is written down, which that after a loss is not yet."""
-    if certificate["cause"]["verb"] == "loss":
-        return False
+    """Whether a switch came as far as to have a plan that is written down."""
     return certificate["outcome"] != "aborted" or int(certificate["plan_hash"], 16) != 0
 
 

@@ -6,7 +6,8 @@ milliseconds. It then closes the connections of all process groups of this proce
 out of whatever collective it is in, with an error, and lets whoever asks know what has happened.
 
 The error comes first or the news does: a neighbour of a killed rank sees its connection closed milliseconds after, and
-the agent has to hear of the end from the kernel. A rank that waits for one that is halted has no error before the news.
+the agent has to hear of the end from the kernel, or, where another machine or its agent is gone, from silence. A rank
+that waits for one that is halted has no error before the news.
 """
 
 import threading
@@ -45,10 +46,15 @@ class Alarm:
     Args:
         store: the run's.
         joins: whether the rank is a newcomer, which no loss before concerns: it may have been started for one.
+        notice: seconds from a loss until the agents must have told of it.
+
+    Attributes:
+        notice: likewise.
     """
 
-    def __init__(self, store: Store, *, joins: bool) -> None:
+    def __init__(self, store: Store, *, joins: bool, notice: float = 0.0) -> None:
         self._store = store
+        self.notice = notice
         self._seen = int(store.add(LOSSES, 0)) if joins else 0
         self._changed = threading.Condition()
         self._loss: Summons | None = None

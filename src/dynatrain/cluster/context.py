@@ -31,6 +31,7 @@ class RankContext:
         interface: of the network, that its process groups are to use; empty for what torch finds.
         joins: whether that world is yet to come, and this rank a newcomer.
         spare: whether it is of no world yet, and is to wait until it is called to one.
+        liveness_seconds: without a sign of life for longer, agents take somebody for lost.
     """
 
     member: int
@@ -51,6 +52,7 @@ class RankContext:
     interface: str = ""
     joins: bool = False
     spare: bool = False
+    liveness_seconds: float = 0.0
 
     @property
     def folder(self) -> RunFolder:

@@ -284,6 +284,7 @@ def contexts(
             interface=job.interface,
             joins=generation > 0,
             spare=not world,
+            liveness_seconds=job.liveness_seconds,
         )
         for one in coming
         if one.node == job.place.node

@@ -15,6 +15,8 @@ from dynatrain.cluster.store import rank_stores
 from dynatrain.cluster.worlds import Worlds
 
 _POLL_SECONDS = 0.02
+NOTICE_SECONDS = 5.0
+"""For the news of a loss to reach the ranks, from when the agents take somebody for lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +59,7 @@ def take_seat(context: RankContext) -> Iterator[Seat]:
             world_size=context.world_size,
             generation=context.generation,
             joins=context.joins,
-            alarm=Alarm(run, joins=context.joins),
+            alarm=Alarm(run, joins=context.joins, notice=context.liveness_seconds + NOTICE_SECONDS),
         )
         worlds.say_node(context.node)
         yield Seat(context=context, board=worlds.requests, worlds=worlds, heart=heart, store=groups)

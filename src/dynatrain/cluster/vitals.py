@@ -78,13 +78,17 @@ class Vitals:
         return "" if stopping else self._silence(living) or self._lateness(now, bound, living)
 
     def _note_fallen(self) -> None:
-        """Take in who is lost. One that is silent is killed: it could come back, and train on beside the others."""
+        """Take in who is lost. One that is silent is killed: it could come back, and train on beside the others.
+
+        A leaver, too, while its crossing is not decided: the others wait for it in their step. Where it had left, the
+        agent that leads sees that.
+        """
         for end in self._ends():
-            if end.member in self._part.bound and end.member not in self.fallen and is_lost(end):
+            if end.member not in self.fallen and is_lost(end):
                 self.fallen[end.member] = self._say(end)
-        bound = [one for one in self._part.bound if one in self._ranks.living and one not in self.fallen]
-        if said := self._silence(bound):
-            silent = [member for member in self._pulse.silent(self._patience) if member in bound]
+        here = [one for one in self._part.members if one in self._ranks.living and one not in self.fallen]
+        if said := self._silence(here):
+            silent = [member for member in self._pulse.silent(self._patience) if member in here]
             self.fallen |= dict.fromkeys(silent, said)
             self._ranks.kill(silent)
 

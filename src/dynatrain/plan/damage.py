@@ -37,6 +37,18 @@ def _span(value: object) -> bool:
     return isinstance(value, list) and len(value) == 4 and all(map(count, value)) and value[0] <= value[1]
 
 
+def _step(value: object) -> bool:
+    return value is None or count(value)
+
+
+_KEPT: Rule = {"holder": count, "owner": count, "step": count, "live": flag, "complete": flag}
+_LOSS: Rule = {"lost": [count], "step": count, "files": _step, "kept": [_KEPT]}
+
+
+def _lost(value: object) -> bool:
+    return value is None or not problems_of("loss", value, _LOSS)
+
+
 _PLACEMENT: Rule = {"cuts": [_cut], "stages": [count], "spans": [_span], "along": count}
 _STATE: Rule = {"name": text, "dtype": one_of(*ITEMSIZE), "scalar": flag, "reduced": [count], "block": count}
 _RECORD: Rule = {
@@ -44,6 +56,8 @@ _RECORD: Rule = {
     "from": text,
     "to": text,
     "members": [count],
+    "holders": [count],
+    "loss": _lost,
     "mode": text,
     "budget_bytes": count,
     "round_bytes": count,
@@ -83,7 +97,10 @@ def damage(record: object) -> tuple[str, ...]:
             layouts[side] = parse_layout(record[name])
         except LayoutError as error:
             problems += (f"{name} is {error}",)
-    problems = problems or tuple(_of_members(record["members"], layouts["old"].world_size, layouts["new"].world_size))
+    problems = problems or (
+        *_of_members(record["members"], layouts["old"].world_size, layouts["new"].world_size),
+        *_of_loss(record, layouts["old"].world_size),
+    )
     if problems:
         return problems
     return (*_of_whole(record, layouts), *(p for one in record["tensors"] for p in _of_tensor(one, layouts)))
@@ -115,6 +132,23 @@ def _of_members(members: Sequence[int], old: int, new: int) -> Iterator[str]:
             f"members are {members}; each of the {new} ranks of the new layout is one of 0 .. {old - 1}, the old "
             f"ranks, or a newcomer; newcomers are {old}, {old + 1}, ..."
         )
+
+
+def _of_loss(record: Mapping[str, Any], old: int) -> Iterator[str]:
+    """What cannot be after a loss of some of ``old`` ranks, or where nobody is lost."""
+    holders, loss = record["holders"], record["loss"]
+    if loss is None:
+        if holders:
+            yield f"holders are {holders}, and nobody is lost: ranks are their own holders"
+        return
+    if sorted(holders) != [*range(old)]:
+        yield f"holders are {holders}; of {old} ranks each is another one of 0 .. {old - 1}"
+    if not loss["lost"] or any(holder >= old for holder in loss["lost"]):
+        yield f"lost are {loss['lost']}; at least one of the holders 0 .. {old - 1}"
+    if strangers := [one for one in loss["kept"] if max(one["holder"], one["owner"]) >= old]:
+        yield f"{len(strangers)} of what is kept is not of the holders 0 .. {old - 1}"
+    if record["mode"] != "keep":
+        yield f"mode is {record['mode']!r}; after a loss it is keep"
 
 
 def _bytes(one: Mapping[str, Any]) -> int:

@@ -1,7 +1,8 @@
 """The file ``plan.json``: a plan in numbers and a hash, and what the whole of it can be derived from again.
 
 The moves are not in it. With the tensors, how each lies before and after, and the two layouts, every rank's moves are
-derived anew in milliseconds, and the hash says whether they are the ones that were carried out.
+derived anew in milliseconds, and the hash says whether they are the ones that were carried out. Of a plan after a loss
+it also has who was lost and what the others had in memory, from which follows where every box comes from.
 """
 
 import json
@@ -16,13 +17,14 @@ from dynatrain.observe.objects import ObjectError, parse_object
 from dynatrain.plan.build import Adoptable
 from dynatrain.plan.damage import damage
 from dynatrain.plan.hashes import plan_hash
+from dynatrain.plan.plan import Kept, Loss
 from dynatrain.plan.schedule import ROUND_BYTES
 from dynatrain.plan.summary import PlanSummary
 from dynatrain.plan.table import WholePlan
 from dynatrain.space.ownership import Ownership, Placement
 from dynatrain.space.tensor import Catalogue, State, Tensor
 
-SCHEMA = 6
+SCHEMA = 7
 """Version of the record; a reader refuses others."""
 
 
@@ -65,6 +67,8 @@ class PlanRecord:
         to: the new layout's text.
         members: of a crossing: the holder that each rank of ``to`` is. The ranks of ``from`` are holders 0, 1, ..., and
             newcomers follow them. Empty where rank r is the same before and after.
+        holders: after a loss: the holder that each rank of ``from`` is; else empty.
+        loss: which holders are lost, and what the others go on from; None where nobody is.
         mode: ``keep`` or ``tight``.
         budget_bytes: bytes above ``max(old, new)`` that a rank may hold, staging included; 0 in ``keep``, which has no
             such bound.
@@ -92,6 +96,8 @@ class PlanRecord:
     peak_bytes: tuple[int, ...]
     floor_bytes: Mapping[str, int]
     tensors: tuple[RecordedTensor, ...]
+    holders: tuple[int, ...] = ()
+    loss: Loss | None = None
 
     @property
     def catalogue(self) -> Catalogue:
@@ -106,13 +112,14 @@ class PlanRecord:
         """
         old, new = parse_layout(self.from_), parse_layout(self.to)
         return (
-            Ownership(old, {one.tensor.name: one.old for one in self.tensors}),
+            Ownership(old.over(self.holders or old.ranks), {one.tensor.name: one.old for one in self.tensors}),
             Ownership(new.over(self.members or new.ranks), {one.tensor.name: one.new for one in self.tensors}),
         )
 
     def to_json(self) -> str:
         """The record as text; one tensor a line, so that two records can be compared by eye."""
         head = {"from" if name == "from_" else name: value for name, value in asdict(self).items()}
+        head["loss"] = None if self.loss is None else asdict(self.loss) | {"lost": sorted(self.loss.lost)}
         tensors = ",\n  ".join(json.dumps(tensor) for tensor in head.pop("tensors"))
         return f'{json.dumps(head, indent=1)[:-2]},\n "tensors": [\n  {tensors}\n ]\n}}\n'
 
@@ -141,12 +148,13 @@ class PlanRecord:
         if problems := damage(found):
             raise PlanRecordError("not a plan record", problems)
         assert isinstance(found, dict)
-        more = {
-            name: value for name, value in found.items() if name not in {"from", "members", "tensors", "peak_bytes"}
-        }
+        read = {"from", "members", "holders", "loss", "tensors", "peak_bytes"}
+        more = {name: value for name, value in found.items() if name not in read}
         return cls(
             from_=found["from"],
             members=tuple(found["members"]),
+            holders=tuple(found["holders"]),
+            loss=None if found["loss"] is None else _loss(found["loss"]),
             tensors=tuple(map(_tensor, found["tensors"])),
             peak_bytes=tuple(found["peak_bytes"]),
             **more,
@@ -165,15 +173,20 @@ def record_of(
     round_bytes: int = ROUND_BYTES,
     ranks_per_node: int | None,
     adoptable: Adoptable,
+    holders: tuple[int, ...] = (),
+    loss: Loss | None = None,
 ) -> PlanRecord:
     """The record of ``plan``, which takes ``old`` to ``new``.
 
-    Arguments as the planner was given them; ``members`` are those over which the layout of ``new`` is.
+    Arguments as the planner was given them; ``members`` are those over which the layout of ``new`` is, and ``holders``,
+    after a loss, those over which that of ``old`` is.
     """
     return PlanRecord(
-        from_=print_layout(old.layout),
+        from_=print_layout(own_layout(old.layout, holders)),
         to=print_layout(own_layout(new.layout, members)),
         members=members,
+        holders=holders,
+        loss=loss,
         mode=summary.mode,
         budget_bytes=budget_bytes,
         round_bytes=round_bytes,
@@ -203,6 +216,11 @@ def own_layout(layout: Layout, members: tuple[int, ...]) -> Layout:
 def _tensor(found: Mapping[str, Any]) -> RecordedTensor:
     old, new = (placement_of(found[side]) for side in ("old", "new"))
     return RecordedTensor(tensor=tensor_of(found["tensor"]), old=old, new=new, adoptable=found["adoptable"])
+
+
+def _loss(found: Mapping[str, Any]) -> Loss:
+    kept = tuple(Kept(**one) for one in found["kept"])
+    return Loss(lost=frozenset(found["lost"]), step=found["step"], kept=kept, files=found["files"])
 
 
 def tensor_of(fields: Mapping[str, Any]) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from dynatrain.judge.judge import judge_rank, judge_whole
 from dynatrain.judge.verdict import Coverage
+from dynatrain.layout.layout import Layout
 from dynatrain.observe.modes import mode_problem
 from dynatrain.plan.build import rank_plan, whole_plan
 from dynatrain.plan.errors import PlanError
@@ -111,7 +112,7 @@ def draw(
     told = exchange(party.board, f"{topic}/memory", party.rank, payload=room, timeout=party.deadline).in_order()
     free = [Free(nbytes=nbytes, promised=promised) for nbytes, promised in told]
     blueprint, hashes, objection = None, None, None
-    schedule, budget = _agree_on_rounds(party, mode, old, new, free, f"{topic}/rounds")
+    schedule, budget = _agree_on_rounds(party, mode, old, new, free, f"{topic}/rounds", turns=loss is None)
     try:
         blueprint, hashes = _draw_own(party, old, new, schedule, budget, members if whole else None, loss, reads)
     except Exception as problem:  # noqa: BLE001 - told to all ranks
@@ -127,12 +128,13 @@ def draw(
 
 
 def _agree_on_rounds(
-    party: Party, mode: str, old: World, new: World, free: list[Free], topic: str
+    party: Party, mode: str, old: World, new: World, free: list[Free], topic: str, *, turns: bool
 ) -> tuple[Schedule, int | None]:
     """Rank 0's choice of mode, rounds, turns and budget, on every rank.
 
     The order of hand-overs compares floating-point scores, whose last bits differ between processors: computed on every
-    rank, it could be two orders.
+    rank, it could be two orders. Without ``turns`` these are as they come: after a loss, whom they would relieve may be
+    lost.
 
     Raises:
         SwitchAbortedError: no order of hand-overs fits.
@@ -144,16 +146,17 @@ def _agree_on_rounds(
             assert old.ownership is not None
             assert new.ownership is not None
             sides = old.ownership, new.ownership
-            schedule = with_turns(old.catalogue, *sides, schedule, ranks_per_node=party.ranks_per_node)
+            if turns:
+                schedule = with_turns(old.catalogue, *sides, schedule, ranks_per_node=party.ranks_per_node)
             chosen = [schedule.mode, schedule.rounds, schedule.turns, budget]
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             objection = objection_of(problem)
     told = exchange(
         party.board, topic, party.rank, payload=chosen, objection=objection, timeout=party.deadline
     ).in_order()
-    mode, rounds, turns, budget = told[0]
+    mode, rounds, chosen_turns, budget = told[0]
     rounds = tuple(tuple((tensor, state) for tensor, state in granules) for granules in rounds)
-    return Schedule(rounds=rounds, mode=mode, turns=tuple(turns)), budget
+    return Schedule(rounds=rounds, mode=mode, turns=tuple(chosen_turns)), budget
 
 
 def _table(old: World, new: World) -> Storage:
@@ -174,8 +177,7 @@ def _draw_own(
 ) -> tuple[Blueprint, list[int]]:
     """This rank's blueprint, and its part of the hashes of all sends and all receives.
 
-    The whole plan is drawn where ``members`` are given: see :func:`draw`. After a loss there is no record of it yet:
-    the record knows of no lost ranks.
+    The whole plan is drawn where ``members`` are given: see :func:`draw`.
 
     Raises:
         PlanError: the judge refuses.
@@ -201,24 +203,31 @@ def _draw_own(
         problems += all_ranks.problems
         coverage = all_ranks.coverage
         summary = summarise(catalogue, before, after, every, table, ranks_per_node=nodes)
-        if loss is None:
-            record = record_of(
-                catalogue,
-                before,
-                after,
-                every,
-                summary,
-                members=members,
-                budget_bytes=0 if budget is None else budget + STAGING_BYTES,
-                round_bytes=round_bytes_of(party.world_size, party.round_bytes),
-                ranks_per_node=nodes,
-                adoptable=adoptable,
-            )
+        record = record_of(
+            catalogue,
+            before,
+            after,
+            every,
+            summary,
+            members=members,
+            budget_bytes=0 if budget is None else budget + STAGING_BYTES,
+            round_bytes=round_bytes_of(party.world_size, party.round_bytes),
+            ranks_per_node=nodes,
+            adoptable=adoptable,
+            holders=_holders(old.layout, before.layout) if loss else (),
+            loss=loss,
+        )
     if problems:
         raise PlanError("the judge refuses the plan: " + "; ".join(problems))
     own = sent_hash(catalogue, part)
     blueprint = Blueprint(part, own, tuple(predicted_peak(table, schedule).tolist()), coverage, summary, record)
     return blueprint, [own, received_hash(catalogue, part)]
+
+
+def _holders(layout: Layout, over: Layout) -> tuple[int, ...]:
+    """The holder that each rank of ``layout`` is in ``over``, the same layout over holders."""
+    found = {layout.rank_of(number): over.rank_of(number) for number in range(layout.world_size)}
+    return tuple(found[rank] for rank in range(layout.world_size))
 
 
 def may_adopt(old: World, after: Ownership) -> Callable[[int], bool]:

@@ -63,7 +63,12 @@ class Survival:
             return False
         if not (self._alarm.beyond(self._party.generation) or self._alarm.rings or _of_a_collective(error)):
             return False
-        return self._alarm.wait(self._party.generation, self._party.patience) is not None
+        return self._wait(self._party.generation)
+
+    def _wait(self, generation: int) -> bool:
+        """Whether there is a loss beyond ``generation``; waits until the agents must have told of it."""
+        assert self._alarm is not None
+        return self._alarm.wait(generation, max(self._party.patience, self._alarm.notice)) is not None
 
     # The coupling.
 
@@ -119,8 +124,7 @@ class Survival:
         Raises:
             MendError: there is none.
         """
-        assert self._alarm is not None
-        if self._alarm.wait(mending.loss.generation, self._party.patience) is None:
+        if not self._wait(mending.loss.generation):
             raise MendError(f"{mending.loss.why}; and what is left cannot go on: {why}")
 
     # What a step begins with.
