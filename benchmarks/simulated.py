@@ -217,7 +217,7 @@ def foretell(found, transport):
 
 
 def tables(found):
-    """Lines for people: what was fitted, and how far off each prediction is."""
+    """Lines for people: what was fitted, how far off each prediction is, and both as times of the floor."""
     rates = ", ".join(f"{name} {rate:.2f}" for name, rate in found["probed"].items() if rate)
     loads = f"load {min(found['loads']):.1f} to {max(found['loads']):.1f} before and after"
     yield f"{found['processors']} processors, {loads}"
@@ -230,7 +230,7 @@ def tables(found):
             f"message {fitted.message_us:.1f} us, piece {fitted.piece_us:.1f} us, "
             f"sends at {fitted.send_gb_s:.2f} and receives at {fitted.receive_gb_s:.2f} GB/s (0: no work)"
         )
-        yield f"{'switch':44}{'foretold':>10}{'measured':>10}{'error':>8}{'floors foretold, measured':>28}"
+        yield f"{'':44}{'foretold':>11}{'measured':>10}{'error':>8}{'floors':>14}"
         errors = []
         for (model, old, new, what), (seconds, measured, floor, _) in rows.items():
             error, known = seconds / measured - 1, (model, old, new, what) in FITTED_TO
@@ -239,7 +239,7 @@ def tables(found):
             role = "calibration" if known else "bad" if bad else "held out"
             name = f"{model} {old} -> {new}" + (f", {what}" if what else "")
             times = f"{seconds / floor:.1f}, {measured / floor:.1f}"
-            yield f"{name:52}{seconds * 1e3:8.0f} ms{measured * 1e3:7.0f} ms{error:+8.0%}{times:>14}  {role}"
+            yield f"{name:44}{seconds * 1e3:8.0f} ms{measured * 1e3:7.0f} ms{error:+8.0%}{times:>14}  {role}"
         within = sum(error <= WANTED for error in errors)
         if errors:
             yield f"held out: {within} of {len(errors)} within {WANTED:.0%}, the worst {max(errors):.0%} off"
