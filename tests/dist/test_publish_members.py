@@ -73,14 +73,15 @@ def test_a_publish_is_given_up_where_a_rank_is_lost_and_those_that_are_left_publ
 
     def beside(sw, step, found):
         if step == 0:
-            kept["publishing"] = sw.publish(target(Folder(), SLOW))
+            kept["target"] = target(Folder(), SLOW)
+            kept["publishing"] = sw.publish(kept["target"])
         if step == 1:
             began = time.monotonic()
             with pytest.raises(PublishError) as caught:
                 kept["publishing"].wait()
             found["waited"] = time.monotonic() - began
-            weights, folder = whole_weights(sw), Folder()
-            done = sw.publish(target(folder)).wait()
+            weights, folder = whole_weights(sw), kept["target"].engine
+            done = sw.publish(kept["target"]).wait()
             found["told"] = str(caught.value), done.version, same(folder, weights) if folder.tensors else None
 
     found = survive(case, "dp2.fsdp2", 4, falls, (), beside=beside)
