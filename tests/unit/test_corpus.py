@@ -109,6 +109,24 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
         assert said in text
 
 
+def test_what_a_folder_has_beside_its_texts_is_not_passed_over_where_it_was_meant(tmp_path):
+    files = {"LICENSE.txt": "MIT", "in/BOOK.TXT": "long", "in/corpus.bin": "\0", "in/corpus.idx": "\0"}
+    folder_of(tmp_path, files | {"web.jsonl.gz": "packed", "in/page.txt.zst": "packed", "picture.png": "", "x.gz": ""})
+
+    with pytest.raises(DataError) as caught:
+        read_documents((str(tmp_path),))
+
+    said = sorted(problem.removeprefix(f"{tmp_path}/").split(";")[0] for problem in caught.value.problems)
+    assert said == [
+        "in/corpus.idx: tokens in a folder of texts",
+        "in/page.txt.zst: is packed",
+        "web.jsonl.gz: is packed",
+    ]
+    for name in ("in/corpus.idx", "in/page.txt.zst", "web.jsonl.gz"):
+        (tmp_path / name).unlink()
+    assert [document.text for document in read_documents((str(tmp_path),))] == ["MIT", "long"]
+
+
 def test_only_empty_documents_are_refused(tmp_path):
     with pytest.raises(DataError, match="no text in any file"):
         read_documents((folder_of(tmp_path, {"a.txt": " \n", "b.jsonl": ""}),))

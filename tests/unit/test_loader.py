@@ -29,6 +29,16 @@ class Numbers(torch.utils.data.Dataset):
         return i
 
 
+class Noise(torch.utils.data.Dataset):
+    """Every item is drawn."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return torch.rand(())
+
+
 class Counting:
     """A stream of 0 .. size - 1, each epoch from the start."""
 
@@ -145,6 +155,23 @@ def test_workers_persist_load_their_own_share_alone_and_survive_a_change_of_shar
     assert taken == {step: batch_ids(1, step, 8, 64)[1 :: 4 if step < 2 else 2].tolist() for step in range(5)}
     assert {worker.pid for worker in data._loader._iterator._workers} == pids
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@apart
+def test_workers_draw_nothing_twice_on_no_rank_and_after_no_resume(at):
+    def drawn(layout, rank, state=None):
+        data = DatasetLoader(Noise(), global_batch=4, seed=1, num_workers=1)
+        if state:
+            data.load_state_dict(state)
+        found = [data.next(at(layout, step, rank)).tolist() for step in range(2)]
+        return list(chain(*found)), data.state_dict()
+
+    first, state = drawn("dp2", 0)
+    later, _ = drawn("dp2", 0, state)
+    other, _ = drawn("dp2", 1)
+
+    assert len({*first, *later, *other}) == 12
+    assert drawn("dp2", 0)[0] == first
 
 
 def test_a_layout_that_cannot_share_the_batch_is_refused_with_one_that_can():

@@ -39,6 +39,13 @@ def refusal(*paths, column="text"):
     return str(caught.value)
 
 
+def test_line_ends_stay_as_they_are(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n")
+    (tmp_path / "b.py").write_bytes("# coding: latin-1\r\ns = '\xe9'\r\n".encode("latin-1"))
+
+    assert [text for _, text in found(tmp_path)] == ["one\r\ntwo\rthree\n", "# coding: latin-1\r\ns = '\xe9'\r\n"]
+
+
 def test_a_byte_order_mark_is_none_of_the_text(tmp_path):
     mark = b"\xef\xbb\xbf"
     (tmp_path / "a.jsonl").write_bytes(mark + b'{"text": "one"}\n{"text": "two"}\n')

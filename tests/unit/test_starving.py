@@ -57,4 +57,4 @@ def test_newcomers_who_wait_at_the_edge_that_was_agreed_on_are_told(boards):
     newcomer = SimpleNamespace(
         party=SimpleNamespace(board=boards[1]), _channel=SimpleNamespace(decided=lambda _question: False)
     )
-    assert "gradients are pending" in Attempt.await_edge(newcomer)
+    assert "gradients are pending" in Attempt._starved(newcomer)

@@ -82,6 +82,17 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
+def test_what_a_tokenizer_was_asked_to_cut_and_to_fill_up_is_neither(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(pad_id=3, pad_token="x")  # noqa: S106 - of text
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+    found = list(encode(load_tokenizer(tmp_path / "tokenizer.json"), ["abcdefgh", "ab"]))
+
+    assert [tokens.tolist() for tokens in found] == [[*b"abcdefgh", 256], [*b"ab", 256]]
+
+
 def test_every_token_but_the_first_is_a_target_once():
     assert pairs_of(range(8), 3) == [([0, 1, 2], [1, 2, 3]), ([3, 4, 5], [4, 5, 6])]
     assert pairs_of(range(7), 3) == [([0, 1, 2], [1, 2, 3]), ([3, 4, 5], [4, 5, 6])]
@@ -209,6 +220,11 @@ def test_preparing_is_done_once(run, corpus):
     times = {path.name: path.stat().st_mtime_ns for path in run.iterdir()}
     assert prepare(request, run) == prepared
     assert {path.name: path.stat().st_mtime_ns for path in run.iterdir()} == times
+
+    np.save(run / "shorter.npy", train.tokens[:-1])
+    (run / "shorter.npy").replace(run / "tokens_train.npy")
+    with pytest.raises(DataError, match=r"tokens_train\.npy has .* says that .* were written"):
+        open_samples(run, 16)
 
 
 def test_an_interrupted_preparation_is_done_again_with_the_tokenizer_that_is_there(run, corpus):

@@ -193,6 +193,11 @@ REFUSED = {
         ["--tokens is 0; at least 1", "--temperature is -1", "--top-k is -2", "--seed is -3"],
     ),
     "generate of damage": (["generate", "flipped", "x"], ["__0_0.distcp has hash"]),
+    "export in files of more bytes than there are": (
+        ["export", "one", "out", "--max-shard", "9" * 400 + "GB"],
+        ["more bytes", "5GB"],
+    ),
+    "train under no name": (["train", "--run", ""], ["--run is empty", "leave --run out"]),
     "train of nothing": (["train"], ["needs a CONFIG.toml", "--run NAME"]),
     "train on of no run": (["train", "--run", "nosuch"], ["No run 'nosuch'"]),
     "train on without a checkpoint": (["train", "--run", "bare"], ["no checkpoint", "--run bare-2"]),
@@ -365,6 +370,10 @@ def test_a_text_is_a_function_of_the_seed(said):
     assert generated(said) == generated(said) != generated(said, "--seed", "1")
     assert generated(said, "--temperature", "0") == generated(said, "--temperature", "0", "--seed", "1")
     assert generated(said, "--top-k", "1", "--seed", "3") == generated(said, "--temperature", "0")
+
+
+def test_a_temperature_near_0_is_0(said):
+    assert generated(said, "--temperature=1e-310") == generated(said, "--temperature=0")
 
 
 def test_a_text_goes_on_past_the_longest_sequence_and_begins_from_nothing(said):

@@ -19,6 +19,7 @@ from dynatrain.observe.paths import exists, user_path
 
 TOKENISED = (".bin", ".idx")
 """The two files of a corpus that is tokenised already."""
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 """Tests hold deliberately broken text; installed packages are not the standard library."""
 _SHOWN = 10
@@ -138,9 +139,10 @@ def _files(paths: tuple[str, ...], problems: list[str]) -> list[tuple[str, Path]
         elif path.is_dir():
             inside = list(_walk(path, SUFFIXES, set(), problems))
             found += [(path, file) for file in inside]
+            problems += (f"{file}: {why}" for file, why in _left_out(path))
             if not inside:
                 problems.append(f"{path}: a folder without a file that ends in {', '.join(SUFFIXES)}")
-        elif path.suffix not in SUFFIXES:
+        elif path.suffix.lower() not in SUFFIXES:
             problems.append(f"{path}: ends in {path.suffix or 'nothing'!r}; accepted are {', '.join(SUFFIXES)}")
         else:
             found.append((path.parent, path))
@@ -173,7 +175,16 @@ def _walk(root: Path, suffixes: tuple[str, ...], skipped: set[str], problems: li
 
     for folder, folders, files in os.walk(root, onerror=unreadable):
         folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
-        yield from (Path(folder) / name for name in sorted(files) if name.endswith(suffixes))
+        yield from (Path(folder) / name for name in sorted(files) if name.lower().endswith(suffixes))
+
+
+def _left_out(root: Path) -> Iterator[tuple[Path, str]]:
+    """Files below ``root`` that are meant as data, and would be passed over."""
+    for file in _walk(root, (".idx", *_PACKED), set(), []):
+        if file.suffix == ".idx" and file.with_suffix(".bin").exists():
+            yield file, "tokens in a folder of texts; give .bin and .idx by their own names, without texts beside"
+        elif file.suffix.lower() in _PACKED and file.stem.lower().endswith(SUFFIXES):
+            yield file, f"is packed; unpack it, or move it out of the folder: {file.suffix} is not read"
 
 
 def _reason(error: Exception) -> str:

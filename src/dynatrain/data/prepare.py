@@ -116,7 +116,12 @@ def open_validation(folder: Path, sequence: int, *, document_mask: bool = False)
 
 def _open(folder: Path, side: str, sequence: int, document_mask: bool) -> Samples:
     path, starts = _files(folder, side)
-    return Samples.open(path, sequence, starts if document_mask else None)
+    samples = Samples.open(path, sequence, starts if document_mask else None)
+    written = _parse(folder / RECORD).tokens[(_TRAIN, _VALIDATION).index(side)]
+    if len(samples.tokens) != written:
+        seen = f"{path} has {len(samples.tokens):,} tokens, and {RECORD} says that {written:,} were written"
+        raise DataError("the prepared data is not what it was", (f"{seen}; bring the file back, or begin a new run",))
+    return samples
 
 
 def _files(folder: Path, side: str) -> tuple[Path, Path]:

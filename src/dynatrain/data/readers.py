@@ -43,7 +43,7 @@ def texts_in(file: Path, column: str) -> Texts:
         UnreadableError: the content is not of the kind that the suffix says, or a record has no text.
         OSError, UnicodeDecodeError, SyntaxError: the file cannot be read, or not as text.
     """
-    for place, text in _READERS[file.suffix](file, column):
+    for place, text in _READERS[file.suffix.lower()](file, column):
         try:
             text.encode()
         except UnicodeEncodeError as error:  # JSON can spell what no UTF-8 can
@@ -53,12 +53,13 @@ def texts_in(file: Path, column: str) -> Texts:
 
 
 def _plain(file: Path, _column: str) -> Texts:
-    yield "", file.read_text(encoding=_TEXT)
+    yield "", file.read_bytes().decode(_TEXT)  # line ends stay as they are
 
 
 def _python(file: Path, _column: str) -> Texts:
-    with tokenize.open(file) as source:  # a Python file says its own encoding
-        yield "", source.read()
+    with file.open("rb") as source:
+        encoding, _ = tokenize.detect_encoding(source.readline)  # a Python file says its own
+    yield "", file.read_bytes().decode(encoding)
 
 
 def _json_lines(file: Path, column: str) -> Texts:

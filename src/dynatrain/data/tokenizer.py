@@ -76,6 +76,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception
         raise DataError("the tokenizer cannot be loaded", (f"{path}: {error}",)) from None
+    # A file remembers what somebody's last call asked for; documents are whole, and nothing is put between them.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     end = end_marker(path)
     if tokenizer.token_to_id(end) is None:
         rule = f"{path}: has no token {end}, which ends a document; {SETTINGS} beside it may name another as eos_token"

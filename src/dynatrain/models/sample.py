@@ -51,5 +51,6 @@ def _chosen(logits: Tensor, temperature: float, top_k: int, generator: torch.Gen
     if temperature == 0:
         return int(logits.argmax())
     likely, places = logits.double().topk(min(top_k or logits.numel(), logits.numel()))
-    drawn = torch.multinomial((likely / temperature).softmax(0), 1, generator=generator)
+    # Differences from the greatest: a temperature near 0 takes them to minus infinity, and not the greatest itself.
+    drawn = torch.multinomial(((likely - likely.max()) / temperature).softmax(0), 1, generator=generator)
     return int(places[drawn])

@@ -103,7 +103,7 @@ def take(world: World, objects: Mapping[str, Any], groups: Sequence[Mapping[str,
         live: list[Leaf] = held.get(label, [])
         thing.load_state_dict(replace_leaves(objects[label], [], live))
     for group, told in zip(world.optimizer.param_groups, groups, strict=True):
-        group |= {key: told[key] for key in group.keys() - set(MECHANICS) if key in told}
+        group |= {key: value for key, value in told.items() if key not in MECHANICS}
 
 
 def mismatches(world: World, objects: Mapping[str, Any]) -> tuple[str, ...]:

@@ -236,7 +236,8 @@ class Attempt(Preparation):
         apply(new.parts, new.found, new.rule, new.built, new.changed)
         give_extra_states(new.owners, new.given)
         assert self.way.after is not None
-        Streams.of(account.streams).of_new_rank(self.way.after.rank, account.step).restore(self.party.device)
+        device, first = self.party.device, Streams.of(account.streams)
+        first.of_new_rank(self.way.after.rank, account.step, device).restore(device)
         self.step = account.step
 
     # Beside the new layout's first forward and backward.

@@ -59,7 +59,7 @@ def _built_on_meta(party: Party, groups: GroupPool, layout: Layout) -> World:
         UnknownStateError: it seeds or draws, which training would feel.
     """
     before = Streams.read(party.device)
-    elsewhere = before.of_new_rank(-1, 0)  # where nobody seeds them to, so that any seed is seen
+    elsewhere = before.of_new_rank(-1, 0, party.device)  # where nobody seeds them to, so that any seed is seen
     elsewhere.restore(party.device)
     try:
         world = make_world(party, groups, layout, on_meta=True)

@@ -12,6 +12,7 @@ seed, other number of samples) it is refused. It moves with ``sw.step``, not wit
 an aborted switch, and a second call within a step, get the same global batch.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any, Protocol
@@ -125,8 +126,8 @@ class DatasetLoader(_Cursor):
 
     Each data rank loads its own share and nothing else. Workers persist; they load ahead under the layout of the
     moment, and what they have loaded is thrown away when the share changes (at most ``num_workers * prefetch_factor``
-    batches). What a dataset draws at random in ``__getitem__`` depends on the worker, hence on the layout, unless it is
-    keyed by the sample.
+    batches). What a dataset draws at random in ``__getitem__`` depends on the worker, hence on the layout and on where
+    a run was taken up, unless it is keyed by the sample; no two data ranks draw alike, and nothing is drawn twice.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``; equal on all ranks.
@@ -149,11 +150,12 @@ class DatasetLoader(_Cursor):
             raise LoaderError("; ".join(problems))
         self._order = {"seed": seed, "samples": len(dataset)}
         self._ids = _Shares(seed, global_batch, len(dataset))
+        self._generator = torch.Generator()  # else each change of share drew from the process's own
         self._loader = DataLoader(
             dataset,
             batch_sampler=self._ids,
             persistent_workers=options.get("num_workers", 0) > 0,
-            generator=torch.Generator().manual_seed(seed),  # else each change of share drew from the process's own
+            generator=self._generator,
             **options,
         )
         self._batches: Iterator[Any] = iter(())
@@ -164,6 +166,7 @@ class DatasetLoader(_Cursor):
         first, share = self._first(switcher.step), self._share(switcher.layout)
         if self._next != (first, share):
             self._ids.first, self._ids.share = first, share
+            self._generator.manual_seed(_seed(self._order["seed"], first, share))
             self._batches = iter(self._loader)
         self._next = first + self.global_batch, share
         return next(self._batches)
@@ -186,6 +189,12 @@ class DatasetLoader(_Cursor):
                 "never; keep what it was, or begin anew without this state"
             )
         super().load_state_dict(state)
+
+
+def _seed(seed: int, first: int, share: Share) -> int:
+    """Of what workers draw from ``first`` on: another one for each data rank, and each time that a run is taken up."""
+    words = f"{seed}/{first}/{share[0]}/{share[1]}".encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
 
 
 class Source(Protocol):

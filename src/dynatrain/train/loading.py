@@ -166,7 +166,7 @@ def _restore_streams(folder: DcpFolder, rank: int, step: int, device: torch.devi
     if mine in folder.objects:
         Streams.of(folder.read(mine)).restore(device)
     elif first in folder.objects:
-        Streams.of(folder.read(first)).of_new_rank(rank, step).restore(device)
+        Streams.of(folder.read(first)).of_new_rank(rank, step, device).restore(device)
 
 
 def _param_groups(folder: DcpFolder) -> dict[int, dict[str, Any]]:

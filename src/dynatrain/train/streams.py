@@ -37,11 +37,11 @@ class Streams:
         random.setstate(self.python)
         np.random.set_state(self.numpy)  # noqa: NPY002
         torch.set_rng_state(self.host)
-        if self.device is not None:
+        if self.device is not None and device.type == "cuda":
             torch.cuda.set_rng_state(self.device, device)
 
-    def of_new_rank(self, rank: int, step: int) -> "Streams":
-        """Those of a rank that was not there, by rank 0's, which these are."""
+    def of_new_rank(self, rank: int, step: int, device: torch.device) -> "Streams":
+        """Those of a rank on ``device`` that was not there, by rank 0's, which these are."""
         stand = repr(self.python).encode() + repr(self.numpy[2:]).encode() + self.numpy[1].tobytes()
         stand += self.host.numpy().tobytes()
         python, numpy, host = (
@@ -54,7 +54,7 @@ class Streams:
             random.Random(python).getstate(),
             old_face.get_state(),
             torch.Generator().manual_seed(seed).get_state(),
-            None if self.device is None else torch.Generator("cuda").manual_seed(seed).get_state(),
+            torch.Generator("cuda").manual_seed(seed).get_state() if device.type == "cuda" else None,
         )
 
     def same(self, other: "Streams") -> bool:

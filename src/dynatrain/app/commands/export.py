@@ -1,5 +1,6 @@
 """``dynatrain export RUN DIR``."""
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated
@@ -77,4 +78,7 @@ def _bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
     if found is None or found[2].upper() not in _UNITS:
         raise MistakeError(f"--max-shard is {text!r}; a number with B, kB, MB or GB behind it, such as 5GB.")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    size = float(found[1]) * _UNITS[found[2].upper()]
+    if math.isinf(size):
+        raise MistakeError("--max-shard is more bytes than there are numbers for; 5GB is usual.")
+    return int(size)

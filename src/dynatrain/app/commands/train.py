@@ -30,7 +30,13 @@ def run(words: list[str]) -> int:
     own, settings = split(words, _OWN)
 
     def train(
-        config: Config = None, /, *, run: Name = "", fresh: bool = False, take_over: bool = False, json: bool = False
+        config: Config = None,
+        /,
+        *,
+        run: Name | None = None,
+        fresh: bool = False,
+        take_over: bool = False,
+        json: bool = False,
     ) -> int:
         """Train as a TOML file says.
 
@@ -54,10 +60,12 @@ def run(words: list[str]) -> int:
                 live; if it does live, it ends.
             json: print one JSON object at the end, and progress on standard error.
         """
+        if run == "":
+            raise MistakeError("--run is empty, as where a variable has no value; give a name, or leave --run out.")
         if config is None:
-            name, loaded = _as_it_was(run, settings)
+            name, loaded = _as_it_was(run or "", settings)
         else:
-            loaded, _ = all_of(lambda: load_config(config, settings), lambda: refuse_unnamed(run, os.environ))
+            loaded, _ = all_of(lambda: load_config(config, settings), lambda: refuse_unnamed(run or "", os.environ))
             name = run or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         named = loaded.origins["layout"] == "flag"
         path = run_path(name, RUNS)
