@@ -196,6 +196,7 @@ class Agent:
                 forked = True
                 self._ranks.fork(contexts(self._job, self._meeting, self._meeting.seats, self._part.world))
             self._peers.say(Status(heard=self._part.heard))
+            self._bond.look()  # the store answers, however long the fork server takes
             if time.monotonic() > end:
                 raise RunFailedError(f"the fork server was not ready within {START_SECONDS:g} s")
             self._interrupts.wait(TICK_SECONDS, self._spawner)
