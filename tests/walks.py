@@ -199,7 +199,7 @@ class Walker:
         blueprint = attempt.blueprint
         book = {"outcome": outcome, "reason": reason, "equal": attempt.report is not None and attempt.report.equal}
         if outcome == "committed":
-            routes = wire.routes(blueprint.part, attempt.old.catalogue, self.world.size)
+            routes = attempt._moves.routes  # as its transport carries them
             ledger = attempt._executor.ledger
             book |= {
                 "mode": blueprint.part.schedule.mode,
