@@ -58,10 +58,12 @@ def busy(*words, cwd):
     return used() - before
 
 
+@pytest.mark.clock
 def test_help_takes_less_than_0_4_seconds(tmp_path):
     assert min(busy("--help", cwd=tmp_path) for _ in range(3)) < allowed(0.4)
 
 
+@pytest.mark.clock
 def test_a_small_plan_takes_less_than_0_8_seconds(tmp_path):
     assert min(busy("plan", "dp4", "fsdp2.tp2", "--model", "tiny", cwd=tmp_path) for _ in range(3)) < allowed(0.8)
 
@@ -393,6 +395,7 @@ def test_plan_moves_the_state_of_the_optimizer_that_is_named(name, monkeypatch, 
     assert {kind.split()[0] for kind in kinds} == {state.name for tensor in tensors for state in tensor.states}
 
 
+@pytest.mark.clock
 def test_a_rank_s_part_of_a_plan_of_1024_ranks_is_shown_and_the_whole_judged_in_5_s(tmp_path):
     # That the part takes under 20 ms is held by test_plan_at_size, which can repeat it in one process.
     words = ("plan", "pp8.fsdp16.tp8", "pp4.fsdp16.tp16", "--model", "llama-3.1-70b", "--rank", "0", "--judge")

@@ -231,6 +231,7 @@ def test_what_goes_without_saying_is_left_out_when_resolved():
     assert resolve(Layout(axes=(("dp", 2),), order=(0, 1)), 4) == parse_layout("dp2")
 
 
+@pytest.mark.clock
 def test_what_is_near_a_layout_of_many_ranks_is_found_in_a_moment():
     began = time.process_time()
     for text in ("dp65536", "pp65536", "fsdp30030", "tp16384.dp4", "pp4v2-zbv.fsdp16.cp8-ring.tp2-sp"):

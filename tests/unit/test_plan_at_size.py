@@ -18,6 +18,8 @@ from dynatrain.space.decoder import catalogue
 from dynatrain.space.ownership import declared
 from dynatrain.space.presets import resolve_model
 
+pytestmark = pytest.mark.clock
+
 
 @pytest.fixture(scope="module")
 def case():
