@@ -17,7 +17,7 @@ def weights(folder, kind):
     return model.state_dict()
 
 
-@pytest.mark.parametrize(
+each_model = pytest.mark.parametrize(
     ("name", "kind"),
     [
         ("llama", LlamaForCausalLM),
@@ -26,6 +26,9 @@ def weights(folder, kind):
     ],
     ids=["llama", "qwen3_moe", "gpt2"],
 )
+
+
+@each_model
 def test_a_model_of_transformers_trains_under_tp_as_one_process(tmp_path, name, kind):
     """Gradient checkpointing and tied embeddings; experts with gate and up in one; q, k and v in one ``Conv1D``."""
     switched = trained(2, "hf_models", name, folder=str(tmp_path / "two"))
@@ -37,15 +40,7 @@ def test_a_model_of_transformers_trains_under_tp_as_one_process(tmp_path, name, 
         torch.testing.assert_close(two[key], value, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("llama", LlamaForCausalLM),
-        pytest.param("qwen3_moe", Qwen3MoeForCausalLM, marks=pytest.mark.sweep),
-        pytest.param("gpt2_without_dropout", GPT2LMHeadModel, marks=pytest.mark.sweep),
-    ],
-    ids=["llama", "qwen3_moe", "gpt2"],
-)
+@each_model
 def test_a_model_whose_first_layout_has_tp_is_saved_as_one_process_has_it(tmp_path, name, kind):
     """The first layout alone is built with values: later ones are built on meta, and filled."""
     first = trained(2, "hf_models", name, "tp2", (), folder=str(tmp_path / "two"))
