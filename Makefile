@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --durations=20 --durations-min=5
 # Each of these has one process at work; the ranks of tests/dist share the cores among themselves.
 UNIT := $(PYTEST) -n logical tests/unit tests/props tests/sim
 

@@ -15,6 +15,7 @@ from tests.dist.foreign import everywhere
 
 from dynatrain.space.presets import resolve_model
 from dynatrain.train import baselines, probe
+from dynatrain.train import bench as measured
 from dynatrain.train.bench import METHODS, TMPFS, BenchError, run_bench
 
 TINY = resolve_model("tiny")
@@ -71,6 +72,7 @@ def test_a_bench_that_is_ended_leaves_nothing_in_memory(tmp_path):
 
 
 def test_a_method_that_leaves_other_state_is_no_measurement(monkeypatch):
+    monkeypatch.setattr(measured, "METHODS", (*measured.OURS[:1], "dcp"))
     monkeypatch.setattr(baselines, "through_files", lambda *_: None)
     with pytest.raises(BenchError, match=r"dcp: the state that arrived is another"):
         bench([("fsdp2", "tp2")])
@@ -83,6 +85,7 @@ def test_a_rank_that_fails_ends_the_bench_with_its_words(monkeypatch, tmp_path):
             raise OSError(f"no space left in {folder.parent.parent}")
         time.sleep(60)
 
+    monkeypatch.setattr(measured, "METHODS", (*measured.OURS[:1], "dcp"))
     monkeypatch.setattr(baselines, "through_files", fail)
     began = time.monotonic()
     with pytest.raises(BenchError, match=f"rank 1: OSError: no space left in {re.escape(str(tmp_path))}$"):

@@ -1,5 +1,6 @@
 """The command line around runs that are saved, stopped, killed, and gone on with; real agents and real ranks."""
 
+import json
 import os
 import shutil
 import signal
@@ -7,11 +8,13 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from itertools import chain
 
 import pytest
 from tests.cli import ROOT, dynatrain, environment
 from tests.dist.paced import PACE
+from tests.dist.trained import SHAPE
 
 from dynatrain.data.order import batch_ids
 from dynatrain.data.prepare import open_samples
@@ -20,6 +23,7 @@ from dynatrain.observe.checkpoints import MANIFEST, Manifest, checkpoints, damag
 from dynatrain.observe.log import Tail
 from dynatrain.observe.requests import Request, new_id, submit
 from dynatrain.observe.run import RunFolder
+from dynatrain.space.hf_config import written_config
 
 MAIN = str(ROOT / "tests" / "dist" / "cli_main.py")
 STEPS, BATCH, SEQUENCE, SEED = 40, 4, 32, 3
@@ -28,6 +32,7 @@ layout = "fsdp2"
 steps = {STEPS}
 seed = {SEED}
 [model]
+config = "model.json"
 dropout = 0.1
 [data]
 paths = ["text"]
@@ -53,7 +58,7 @@ def training(place, name, *words):
     process = subprocess.Popen(
         command,
         cwd=place,
-        env=environment() | {PACE: "0.15"},
+        env=environment() | {PACE: "0.08"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -109,6 +114,7 @@ def place(tmp_path_factory):
     for name in "ab":
         words = (f"{name}{number * number} to be or not to be, " for number in range(900))
         (path / "text" / f"{name}.txt").write_text("".join(words))
+    (path / "model.json").write_text(json.dumps(written_config(asdict(SHAPE) | {"vocab_size": 257})))
     (path / "run.toml").write_text(CONFIG)
     assert dynatrain("train", "run.toml", "--run", "plain", cwd=path).code == 0
     return path
