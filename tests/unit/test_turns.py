@@ -88,3 +88,13 @@ def test_a_run_of_the_agents_is_one_job_and_a_promise_belongs_to_the_memory_that
         standing(None, None, None, None, Pool(), promise=Promise(1))
     with pytest.raises(ValueError, match="a promise of 0 bytes: at least 1"):
         Promise(0)
+
+
+def test_the_present_layout_can_be_prepared_which_frees_what_is_held_and_an_impossible_one_is_refused():
+    job = Job()
+    job.ask("prepare", layout="fsdp2")
+    order = job.turns.take(0, 0)
+    assert (order.verb, order.number, order.builds, order.switches) == ("prepare", 1, True, False)
+    refused = job.ask("prepare", layout="dp3")
+    assert job.turns.take(1, 1) is None
+    assert job.answer(refused)[0] == "refused"

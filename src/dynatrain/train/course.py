@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from dynatrain.cluster.worlds import forget_others
 from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
-from dynatrain.train.announcement import NotAdmittedError, announcement
+from dynatrain.train.announcement import NotAdmittedError, announce
 from dynatrain.train.attempt import Attempt
 from dynatrain.train.order import Order
 from dynatrain.train.parking import Parking
 from dynatrain.train.party import Party
 from dynatrain.train.passage import passage
+from dynatrain.train.ready import Ready
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saver
 from dynatrain.train.start import Start
@@ -53,6 +53,7 @@ class Course:
         done: micro-batches that the step under way has behind it when it begins: it comes again from the place of a
             switch that was taken back.
         updated: whether the step under way has had its update.
+        ready: the layout that was prepared ahead.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Course:
         self.pause = 0
         self.done = 0
         self.updated = False
+        self.ready = Ready(recorder)
         self._before = world
         self._wrap_optimizer(world)
 
@@ -182,18 +184,21 @@ class Course:
             return
         if self._recorder and order.verb != "save":
             self._recorder.announced(order, self._step)
-        if order.switches:
-            self._attempt = self._prepare(order)
+        self._attempt = self._prepare(order)
         self._start = Start(self._party, order, self._attempt, lambda: self._saver.holds_up(order))
 
-    def _prepare(self, order: Order) -> Attempt:
-        """Begin to prepare a switch beside training."""
+    def _prepare(self, order: Order) -> Attempt | None:
+        """Begin to prepare a switch beside training, or go on with one that was; None where there is none."""
+        if order.verb in {"save", "stop"}:
+            return None
+        size = len(order.members) or self._party.world_size
+        target = self._read(order.layout, size) if order.builds else None
+        attempt = self.ready.take(order, target, self.world)
+        if attempt is not None or target is None or (order.verb == "prepare" and target == self.world.layout):
+            return attempt
         way = passage(self._party, order)
         if way.crossing is not None and self._party.rank == 0:
-            assert self._party.worlds is not None
-            forget_others(self._party.worlds.run, self._party.generation, way.crossing.generation)
-            announcement(self._party, order, self.world).put_up(way.party.board)
-        target = self._read(order.layout, len(order.members) or self._party.world_size)
+            announce(self._party, order, self.world, way.party.board)
         attempt = Attempt(way=way, order=order, target=target, old=self.world)
         attempt.start()
         return attempt
@@ -212,13 +217,16 @@ class Course:
         self._order = None
         if self._attempt is not None and go.edge < 0:
             self._give_up(self._attempt, go.reason)
+        elif go.edge < 0:
+            self._turns.answer(order, "aborted", go.reason)
+        elif order.verb == "prepare":
+            attempt, self._attempt = self._attempt, None
+            self._turns.answer(order, "done", self.ready.keep(attempt))
         elif self._attempt is not None:
             self._order = order
             self.pause = order.after
             if not self.pause:
                 self._begin(self._attempt)
-        elif go.edge < 0:
-            self._turns.answer(order, "aborted", go.reason)
         elif order.verb == "save":
             self._saver.begin(self.world, self._step, order)
         elif order.verb == "park":
@@ -253,6 +261,7 @@ class Course:
         self._travels.agree(verb, goes=go is not None and go.edge >= 0)
         if self._order is not None and start is not None:
             self._advance(self._order)
+        self.ready.give_up()
         self._travels.now(self.world, verb, step)
         self._step_ended = time.perf_counter()
 
@@ -384,7 +393,7 @@ class Course:
     def _note(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any]) -> None:
         """Write down how a switch has ended, and answer who asked for it."""
         order, step = attempt.order, attempt.step if attempt.way.comes else self._step
-        if self._recorder:
+        if self._recorder and order.verb != "prepare":
             self._recorder.ended(attempt, outcome, reason, step, told)
         said, since = "done" if outcome == "committed" else outcome, f"{order.layout} since step {step}"
         self._turns.answer(order, said, reason or since, order.number)

@@ -59,6 +59,7 @@ class Preparation:
         blueprint: the judged plan.
         problem: why this rank cannot begin; empty while it can.
         began: when it was started, in seconds of the monotonic clock.
+        held: of an order that stops here: bytes that each rank holds for the world to come.
         loss: of old ranks, and what is left; None where all are there.
         checkpoint: that a loss has thrown the run back to; None where it has not.
         note: this rank's own of the snapshot that a loss has thrown the run back to; likewise.
@@ -73,6 +74,7 @@ class Preparation:
     blueprint: Blueprint | None = None
     problem: str = ""
     began: float = 0.0
+    held: tuple[int, ...] = ()
     loss: Loss | None = None
     checkpoint: Path | None = None
     note: Note | None = None
@@ -127,6 +129,9 @@ class Preparation:
                 self._warm()
             if self.seconds["warm"] > self.party.deadline:
                 raise TimeoutError(f"warm took {self.seconds['warm']:.1f} s, the deadline is {self.party.deadline:g} s")
+            if self.order.verb == "prepare":
+                mine = self._staging + sum(piece.nbytes for piece in self._targets.values())
+                self.held = tuple(self._channel.ask("held", mine))
         except SwitchAbortedError as abort:
             self.problem = str(abort)
         except Exception as error:  # noqa: BLE001 - told to all ranks
@@ -246,6 +251,11 @@ class Preparation:
         if self.way.comes:
             return self._live.get(granule)
         return allocate(self.party, self.old, self.new, granule, self._shared)
+
+    def go_on(self, order: Order) -> None:
+        """What was prepared ahead is wanted now: from here on this is ``order``'s."""
+        self.order, self._channel.number = order, order.number
+        self.party.memory.peak = self.party.memory.held
 
     def give_up(self) -> None:
         """Before the move: free what ``build`` and ``warm`` made. While their thread still writes, call it again."""

@@ -161,6 +161,11 @@ class Recorder:
             told = {"step": note.step, "seconds": note.seconds, "own_bytes": keepers.own_bytes}
             self._log.write("snapshot", **told, sent_bytes=keepers.sent_bytes, keeper=keepers.keeper)
 
+    def ready(self, layout: str, held: tuple[int, ...]) -> None:
+        """A layout is prepared ahead; from now on nothing is, where it is empty."""
+        if self._rank == 0:
+            self._log.write("ready", layout=layout, held_bytes=held)
+
     def saved(self, saved: Saved) -> None:
         """A save has ended, well or not."""
         if self._rank == 0:

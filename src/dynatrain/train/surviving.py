@@ -130,6 +130,7 @@ class SurvivingCourse(Course):
         elif self._order is not None:
             self._turns.answer(self._order, "aborted", why)
         self._order = self._start = None
+        self.ready.give_up()
         self._saver.give_up(why)
         if self._keeping is not None:
             self._keeping.give_up()

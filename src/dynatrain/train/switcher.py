@@ -43,6 +43,7 @@ from dynatrain.execute.promise import Promise
 from dynatrain.models.names import NameRule, strip_wrappers
 from dynatrain.train.agreement import on_every_rank
 from dynatrain.train.arrival import arrive
+from dynatrain.train.asking import Asking
 from dynatrain.train.blueprint import check_mode
 from dynatrain.train.copies import UnequalCopies, check_policy
 from dynatrain.train.first import Initial, blank, first_world, hold, join, register
@@ -66,7 +67,7 @@ from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
 
 
-class Switcher(Survivable, Publishes, Handles):
+class Switcher(Asking, Survivable, Publishes, Handles):
     """Holds one training job's model and optimizer, and changes their layout while it trains.
 
     Needs an initialised default process group (torchrun, or dynatrain's own agent).
@@ -278,33 +279,12 @@ class Switcher(Survivable, Publishes, Handles):
             UnknownStateError, StartRefusedError: it could not be carried to another layout, by name.
         """
         self._parking.require_here("register")
+        self._course.ready.give_up()
         if self._arrival:  # the others are not there yet
             join(self._party, self.world, label, thing)
         else:
             register(self._party, self.world, label, thing)
         return self.world.objects[label]
-
-    def request(self, layout: str, *, mode: str = "", at: int = -1, after: int = 0, by: str = "program") -> None:
-        """Ask for a layout, from the loop. All ranks may call; rank 0's word counts.
-
-        Args:
-            layout: the new one.
-            mode: ``keep``, ``tight`` or ``auto``; by default the job's.
-            at: first step that runs in it; -1 for as soon as all ranks are ready.
-            after: micro-batches of that step that still run in the old layout: see :meth:`step_parts`.
-            by: who asks.
-
-        Raises:
-            LayoutError: this job cannot have it.
-            ValueError: there is no such mode, or no such place, or the step is not to come.
-        """
-        self._read(layout, self._party.world_size)
-        check_mode(mode or "auto")
-        if 0 <= at <= self.step:
-            raise ValueError(f"at = {at}: step {self.step} is under way; nearest: {self.step + 1}, or -1 for soon")
-        if after < 0:
-            raise ValueError(f"after = {after}: a number of micro-batches; 0 switches at the step's edge")
-        self._turns.ask(layout, mode=mode, at=at, after=after, by=by)
 
     def save(self, *, by: str = "program") -> None:
         """Ask, from the loop, to be saved at the next step edge, beside training. All ranks may call.

@@ -107,10 +107,10 @@ class Turns:
         if self._party.rank == 0:
             self._wishes.take_over(books)
 
-    def ask(self, layout: str, *, mode: str, at: int, after: int, by: str) -> None:
+    def ask(self, layout: str, *, mode: str, by: str, at: int = -1, after: int = 0, verb: str = "switch") -> None:
         """A wish of the loop itself, which all ranks may say."""
         if self._party.rank == 0:
-            self._wishes.add(layout, mode=mode, at=at, after=after, by=by)
+            self._wishes.add(layout, mode=mode, at=at, after=after, by=by, verb=verb)
 
     def ask_save(self, *, by: str) -> None:
         """The loop wishes to be saved, which all ranks may say."""
@@ -175,6 +175,8 @@ class Turns:
             target = self._read(order.layout, len(order.members) or self._party.world_size)
         except LayoutError as error:
             return "refused", str(error)
+        if order.verb == "prepare":  # the present one's is how to free what is held
+            return None
         if target == self._present() and order.members in {(), self._party.members}:
             return "unchanged", f"the layout is {print_layout(target)} already"
         return None
