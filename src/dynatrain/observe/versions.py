@@ -13,6 +13,9 @@ TORCH = (2, 13)
 """The torch that is tested; its private parts differ between minor versions."""
 
 
+_PINS = "Python {}.{}, and pip install 'torch=={}.{}.*'".format(*PYTHON, *TORCH)
+
+
 class VersionError(ValueError):
     """Python or torch is not of the version that is tested; the text names both."""
 
@@ -57,5 +60,5 @@ def require_tested(found: dict[str, str]) -> None:
     if problems:
         raise VersionError(
             f"This version of dynatrain does not run here: {'; '.join(problems)}. "
-            "Install the tested ones: pip install -c constraints.txt dynatrain."
+            f"Nearest: {_PINS}."
         )
