@@ -58,7 +58,4 @@ def require_tested(found: dict[str, str]) -> None:
             have = f"{found[name]} is installed" if found[name] else "it is not installed"
             problems.append(f"{name} {'.'.join(map(str, tested))} is tested, {have}")
     if problems:
-        raise VersionError(
-            f"This version of dynatrain does not run here: {'; '.join(problems)}. "
-            f"Nearest: {_PINS}."
-        )
+        raise VersionError(f"This version of dynatrain does not run here: {'; '.join(problems)}. Nearest: {_PINS}.")
