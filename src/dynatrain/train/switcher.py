@@ -116,7 +116,7 @@ class Switcher(Asking, Survivable, Publishes, Handles):
         StartRefusedError: likewise, where ranks differ in what they refuse: on every rank, with the ranks' numbers.
         PromiseError: the jobs of this process hold more than was promised.
         NameTakenError: this process has, or had, a job of this name.
-        ValueError: there is no such mode, or policy.
+        ArgumentError: there is no such mode, or policy, or the schedule cannot be kept.
     """
 
     def __init__(
@@ -190,7 +190,10 @@ class Switcher(Asking, Survivable, Publishes, Handles):
             self._saver = Saver(party, saves, (self._answer_saved, on_saved), self._publisher)
             wishes = Wishes(party.requests, schedule or {}, mode, self._saver.every, inside or {})
             parking = self._parking = Parking(party, recorder)
-            self._turns = Turns(party, wishes, self._read, lambda: self.layout, self._saver, parking, switches_before)
+            self._turns = Turns(
+                *(party, wishes, self._read, lambda: self.layout, self._saver, parking, switches_before),
+                refused=lambda *told: recorder.refused(*told) if recorder else None,
+            )
             self._course = SurvivingCourse(
                 party,
                 world,
