@@ -95,8 +95,8 @@ class Switcher(Asking, Survivable, Publishes, Handles):
             for its crossing, makes the default group and a world in the layout to come, its values blank where there
             is ``initial``; its first :meth:`steps` takes part in the crossing.
         recorder: writes events and certificates; None writes nothing, unless
-        folder: is given, where they are written then, for ``dynatrain history``, ``events`` and ``check``: a run's, which is
-            made where it is not there, and gone on with where it is.
+        folder: is given, where they are written then, for ``dynatrain history``, ``events`` and ``check``: a
+            run's, which is made where it is not there, and gone on with where it is.
         legal: ``legal(text, world_size)`` reads a layout's text, or refuses it; None checks the world size alone.
         device: where state lies; by default this process's CUDA device where the default group is NCCL's, else the CPU.
         memory: where its memory comes from; made where it is None.
