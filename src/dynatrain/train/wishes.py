@@ -70,7 +70,7 @@ class Wishes:
         self._interval: list[Order] = []  # one at most: a save that is overtaken by the next is left out
         self._seen = 0
 
-    def add(self, layout: str, *, mode: str, at: int, after: int, by: str, verb: str) -> None:
+    def add(self, layout: str, *, mode: str, at: int, after: int, by: str, verb: str = "switch") -> None:
         """A wish of the loop itself. One for a later step is kept until then: one order is under way at a time."""
         order = Order(layout=layout, mode=mode or self._mode, at=at, after=after, by=by, verb=verb)
         (self._asked if at < 0 else self._promised).append(order)
