@@ -255,11 +255,11 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     new.untouched = old.untouched
     new.gradients = {name: by_name[name][GRAD] for name in new.found if GRAD in by_name[name]}
     give(new, new.gradients)
-    carry_hooks(old, new)
     refuse_meta(new.parts, {})  # also what a list has kept of parameters, whose places others have taken
     apply(new.parts, new.found, new.rule, new.built, new.changed)
     give_extra_states(new.owners, new.given)
     _bind_objects(party, old, new, by_name)
+    carry_hooks(old, new)
 
 
 def _local(entry: Entry, state: State, piece: Piece) -> torch.Tensor:

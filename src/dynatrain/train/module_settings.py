@@ -67,7 +67,7 @@ def apply(
         by_owner.setdefault(whose, {})[which] = now
     for name, module in _modules(parts, rule):
         values = by_owner.get(f"module {name}", {})
-        wrapper = _kind(module).__name__ in _WRAPPERS
+        wrapper = kind_of(module).__name__ in _WRAPPERS
         _set(module, {key: value for key, value in values.items() if key == "training" or not wrapper})
         if isinstance(module, FSDPModule):
             set_fsdp(module, by_owner.get(f"{UNIT}{name}", {}))
@@ -114,7 +114,7 @@ def _name(part: nn.Module, path: str, rule: NameRule) -> str:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    kind = _kind(module)
+    kind = kind_of(module)
     if kind.__name__ in _WRAPPERS:
         yield "training", module.training
         return
@@ -137,8 +137,8 @@ def _speaks_for_itself(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
-def _kind(module: nn.Module) -> type:
-    """The module's class as it was before FSDP2 put one of its own in its place."""
+def kind_of(module: object) -> type:
+    """A module's class as it was before FSDP2 put one of its own in its place."""
     return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
 
 
