@@ -141,14 +141,9 @@ def test_what_an_object_holds_of_a_layout_is_named_wherever_it_is(words):
 def test_what_is_renewed_or_is_not_of_the_layout_is_let_pass():
     world, party = make(), SimpleNamespace(factories={})
     model = world.parts[0]
-    sw = SimpleNamespace()  # the stand-in knows the optimizer of the moment
-    follows = _Optimizer(lambda: world.optimizer, _Edges(SimpleNamespace(steps=lambda until: iter(range(until)))))
-    of_its_own = {
-        "teacher": copy.deepcopy(model),
-        "scaler": torch.amp.GradScaler("cpu"),
-        "sw": sw,
-        "optimizer": follows,
-    }
+    sw = SimpleNamespace(steps=lambda until: iter(range(until)), optimizer=world.optimizer)
+    follows = _Optimizer(lambda: sw.optimizer, _Edges(sw))  # a stand-in, which asks for the optimizer of the moment
+    of_its_own = {"teacher": copy.deepcopy(model), "scaler": torch.amp.GradScaler("cpu"), "optimizer": follows}
 
     for label, thing in {"average": Average(model, **of_its_own), "plain": Holding([1, "a", None])}.items():
         join(party, world, label, thing)
@@ -159,7 +154,9 @@ def test_what_is_renewed_or_is_not_of_the_layout_is_let_pass():
 def test_a_great_data_set_costs_no_walk_through_all_of_it():
     world = make()
     items = [[number] for number in range(300_000)]
-    assert held(Holding([items, world.optimizer]), Belongings(world, views=True)) == {"the optimizer": "thing[1]"}
+    belongings = Belongings(world, views=True)
+    assert held(Holding([items, world.optimizer]), belongings) == {"the optimizer": "thing[1]"}
+    assert held(Holding([items, [[world.optimizer]]]), belongings) == {}  # not looked at any more
 
 
 def test_a_state_dict_that_has_the_optimizer_in_it_is_refused_of_objects_and_of_factories():

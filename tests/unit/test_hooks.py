@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 
 from dynatrain.train.hooks import UnknownHookError, built_hooks, carry_hooks
 
@@ -84,6 +84,25 @@ def test_methods_of_objects_of_the_users_stay_as_they_are():
     run(new)
 
     assert counter.calls == 2
+
+
+class Wrapping(CheckpointWrapper):
+    calls = 0
+
+    def count(self, *_):
+        self.calls += 1
+
+
+def test_a_method_of_a_wrapper_goes_to_the_wrapper():
+    old, new = world(Wrapping), world(Wrapping)
+    old.parts[0][1].register_forward_hook(old.parts[0][0].count)
+
+    carry_hooks(old, new)
+    run(new)
+
+    assert [
+        vars(one).get("calls") for one in (old.parts[0][0], new.parts[0][0], new.parts[0][0]._checkpoint_wrapped_module)
+    ] == [None, 1, 0]
 
 
 @pytest.mark.parametrize("wrapped", [True, False])

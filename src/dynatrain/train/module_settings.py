@@ -205,6 +205,6 @@ def _set(owner: nn.Module | torch.Tensor, values: Mapping[str, Any]) -> None:
 
 def _put(owner: Any, which: str, value: Any) -> None:
     if not isinstance(value, str) or value != ABSENT:
-        setattr(owner, which, plain(value))  # a container of its own
+        setattr(owner, which, value)
     elif hasattr(owner, which):
         delattr(owner, which)
