@@ -302,6 +302,7 @@ def test_what_the_next_build_has_not_or_sets_otherwise_is_refused():
     with pytest.raises(UnknownStateError, match=r"makes it 0\.1 in this layout and 0\.2"):
         require_takers({key: (0.1, 0.5)}, {key: 0.2}, travels=True)
     require_takers({key: (0.1, 0.2)}, {key: 0.2}, travels=True)  # as the next build has it
+    require_takers({key: (0.1, 0.5)}, {key: np.float64(0.1)}, travels=True)  # told by another rank as Python's
 
 
 def test_what_schedules_of_a_pipeline_set_is_not_the_loops():

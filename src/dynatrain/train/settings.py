@@ -138,7 +138,7 @@ def not_shared(
         whole = now.get((key[0], key[1].partition(".")[0]))
         return isinstance(whole, Inside) and id(whole.thing) in there
 
-    return {key: pair for key, pair in changed.items() if not ("." in key[1] and stays(key))}
+    return {key: pair for key, pair in changed.items() if not stays(key)}
 
 
 def of_the_loop(changed: Mapping[Key, tuple[Any, Any]]) -> dict[Key, tuple[Any, Any]]:
