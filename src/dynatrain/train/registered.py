@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from dynatrain.train.belongings import GROUP, MODULE, OPTIMIZER, Belongings, held, told
 from dynatrain.train.equal import hash_of
-from dynatrain.train.holders import GROUP, MODULE, OPTIMIZER, Belongings, held, told
 from dynatrain.train.live import Entry
 from dynatrain.train.optimizers.several import members
 from dynatrain.train.states import Leaf, UnknownStateError, leaves, replace_leaves

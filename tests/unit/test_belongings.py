@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dynatrain.layout.text import parse_layout
 from dynatrain.models.names import strip_wrappers
+from dynatrain.train.belongings import Belongings, held
 from dynatrain.train.first import join
-from dynatrain.train.holders import Belongings, held
 from dynatrain.train.live import entries
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.registered import made_anew
