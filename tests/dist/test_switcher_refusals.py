@@ -134,6 +134,14 @@ class Forgetful(Shadow):
         super().load_state_dict({**state, "shadow": {k: v for k, v in state["shadow"].items() if k != "out.bias"}})
 
 
+class Warmup(Scaler):
+    """A scheduler that is none of torch's."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        self.optimizer = optimizer
+
+
 class PerRank(Scaler):
     """Common state that is not."""
 
@@ -192,6 +200,7 @@ REGISTERED = {
     "a forgetter": (lambda sw: Forgetful(sw.model, local=False), ["dropped shadow.out.bias"]),
     "whole averages": (lambda _sw: AveragedModel(Net().double()), ["module.inside.weight has shape (6, 5)"]),
     "a scheduler": (lambda sw: LambdaLR(sw.optimizer, lambda _: 1.0), ["belongs to the optimizer", "factory"]),
+    "another's scheduler": (lambda sw: Warmup(sw.optimizer), ["thing holds the optimizer (optimizer)", "a factory"]),
     "common state": (lambda _sw: PerRank(), ["the common state of thing", "ranks [1] differ from rank 0"]),
 }
 

@@ -289,7 +289,11 @@ def test_handles_from_before_a_switch_fail_with_their_names():
         uses = {
             "model part": lambda: model(inputs),
             "the optimizer": optimizer.step,
+            "the optimizer and its groups": lambda: optimizer.param_groups[0].update(lr=0.1),
+            "the optimizer as a dict": optimizer.state_dict,
             "lr": schedule.step,
+            "model part 0 of a validation": model.eval,
+            "model part 0 of a save": model.state_dict,
             "blocks.0.0.weight": lambda: weight + 1,
             "blocks.0.0.weight of a DTensor": weight.full_tensor,
             "its shard": weight.to_local,

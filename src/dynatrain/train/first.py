@@ -13,7 +13,7 @@ from dynatrain.train.agreement import on_every_rank
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.install import check_carried, make_world, survey
 from dynatrain.train.party import Party
-from dynatrain.train.registered import try_out
+from dynatrain.train.registered import require_made_anew, try_out
 from dynatrain.train.states import UnknownStateError, create_optimizer_state, leaves
 from dynatrain.train.streams import Streams
 from dynatrain.train.targets import require_reduced
@@ -119,7 +119,7 @@ def join(party: Party, world: World, label: str, thing: Any) -> None:
         world.objects[label] = _made(label, thing, world)
         party.factories[label] = thing
     else:
-        try_out(label, thing, world.found)
+        try_out(label, thing, world)
         world.objects[label] = thing
 
 
@@ -176,4 +176,5 @@ def _made(label: str, factory: Any, world: World) -> Any:
             f"{label}: the factory's product holds tensors of parameters, which it would make anew in each layout; "
             "give the object itself"
         )
+    require_made_anew(label, product, world)
     return product

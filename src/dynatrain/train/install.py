@@ -36,7 +36,7 @@ from dynatrain.train.module_settings import apply, refuse_meta, settings_of
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.optimizers.state import scalar_device
 from dynatrain.train.party import Party
-from dynatrain.train.registered import check_holders, common, snapshot
+from dynatrain.train.registered import check_holders, common, made_anew, snapshot
 from dynatrain.train.retire import retire
 from dynatrain.train.segments import SegmentError, held_shape
 from dynatrain.train.states import Form, Leaf, UnknownStateError, forms, replace_leaves
@@ -255,11 +255,11 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     new.untouched = old.untouched
     new.gradients = {name: by_name[name][GRAD] for name in new.found if GRAD in by_name[name]}
     give(new, new.gradients)
-    carry_hooks(old, new)
     refuse_meta(new.parts, {})  # also what a list has kept of parameters, whose places others have taken
     apply(new.parts, new.found, new.rule, new.built, new.changed)
     give_extra_states(new.owners, new.given)
     _bind_objects(party, old, new, by_name)
+    carry_hooks(old, new)
 
 
 def _local(entry: Entry, state: State, piece: Piece) -> torch.Tensor:
@@ -303,9 +303,10 @@ def _bound(param: torch.Tensor, state: State, value: torch.Tensor, group: Mappin
 
 def _bind_objects(party: Party, old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     held = old.object_leaves()
+    made = made_anew({label: party.factories[label] for label in old.objects if label in party.factories}, old, new)
     for label, thing in old.objects.items():
         if label in party.factories:
-            new.objects[label] = party.factories[label](new.optimizer)
+            new.objects[label] = made[label]
             new.objects[label].load_state_dict(snapshot(thing.state_dict(), ()))
         else:
             new.objects[label] = thing

@@ -15,7 +15,7 @@ from dynatrain.train.module_settings import settings_of
 from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
 from dynatrain.train.registered import common
-from dynatrain.train.settings import changes, of_the_loop, require_portable, require_takers, tell
+from dynatrain.train.settings import changes, not_shared, of_the_loop, require_portable, require_takers, tell
 from dynatrain.train.settings import hear as agree_settings
 from dynatrain.train.states import UnknownStateError
 from dynatrain.train.world import World
@@ -28,7 +28,8 @@ def facts_of(way: Passage, old: World, new: World) -> list[Any]:
         UnknownStateError: newcomers could not read some extra state; by name.
     """
     travels = _travels(way, old, new)
-    changed = changes(old.built, settings_of(old.parts, old.found, old.rule))
+    now = settings_of(old.parts, old.found, old.rule)
+    changed = not_shared(changes(old.built, now), now, new.built)
     if old.layout.size("pp") > 1:
         changed = of_the_loop(changed)
     new.changed = changed
