@@ -15,12 +15,12 @@ from dynatrain.cluster.alarm import Alarm, put_up
 from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
 from dynatrain.cluster.summons import Summons
 from dynatrain.cluster.worlds import COMMIT, Worlds, crossing_board
-from dynatrain.train import trainer
+from dynatrain.train import groups, trainer
 from dynatrain.train.trainer import Trainer
 
 PLACES = ("begin", "totals", "coupled", "updated")
 """Of a step: before its forward; before its last collective, behind it; behind its update. Others are phases of the
-crossing by which a loss before is mended."""
+crossing by which a loss before is mended, and ``connects``: all its members have come to make a group."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _train(world, case, layout, size, falls, visits, beside, more):
 
 
 def _patch(plant, sw, data):
-    totals, step = trainer.step_totals, Trainer._step
+    totals, step, named_group = trainer.step_totals, Trainer._step, groups.named_group
 
     def planted_totals(*given, **more):
         plant.at(sw.step, "totals")
@@ -184,4 +184,9 @@ def _patch(plant, sw, data):
         plant.at(number, "begin")
         step(self, number)
 
-    trainer.step_totals, Trainer._step = planted_totals, planted_step
+    def planted_group(name, *given, **more):
+        if not name.startswith("g0."):  # of the first world
+            plant.at(None, "connects")
+        return named_group(name, *given, **more)
+
+    trainer.step_totals, Trainer._step, groups.named_group = planted_totals, planted_step, planted_group

@@ -83,6 +83,17 @@ def test_who_falls_while_others_cross_is_lost_with_those_before(phase):
     assert found[1]["losses"][-1][1] == (3, 0)
 
 
+def test_who_falls_between_coming_to_a_group_and_connecting_leaves_nobody_waiting_inside_the_store():
+    case = case_of(3, shape=SHALLOW)
+    falls = (Fall(2, 1, "totals", "dp2", (0, 1)), Fall(1, 1, "connects", "dp1", (0,)))
+    losses, visits = jobs.expected(case)
+
+    found = survive(case, "dp3", 3, falls, visits)
+
+    check(case, falls, found, losses)
+    assert found[0]["losses"][-1][1] == (2, 1)
+
+
 def test_what_nobody_else_has_comes_from_its_keeper_and_the_steps_since_are_done_again():
     case = case_of(8, shape=SHALLOW)
     falls = (Fall(1, 6, "begin", "fsdp2", (0, 2)),)
