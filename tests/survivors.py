@@ -20,7 +20,8 @@ from dynatrain.train.trainer import Trainer
 
 PLACES = ("begin", "totals", "coupled", "updated")
 """Of a step: before its forward; before its last collective, behind it; behind its update. Others are phases of the
-crossing by which a loss before is mended, and ``connects``: all its members have come to make a group."""
+crossing by which a loss before is mended, and ``connects``: all its members have come to make a group; ``parked``; and
+``over``: behind the loop."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,19 @@ def _train(world, case, layout, size, falls, visits, beside, more):
         found["began"].append(time.monotonic())
         beside(sw, result.step, found)
 
-    Trainer(job, data, sw, after).run(case.steps)
+    loop = Trainer(job, data, sw, after)
+    while True:
+        loop.run(case.steps)
+        if sw.left or sw.stopped:
+            break
+        plant.at(None, "over")
+        if "saves" in more:
+            sw.save_now()
+        if sw.meet():
+            break
+    if visits and not sw.left:
+        found["end"] = distance(sw.world, sw.rank, visits[sw.step - 1])
+    found |= {"step": sw.step, "stopped": sw.stopped, "saved": sw.saved}
     return found | {"left": sw.left, "switches": books.switches, "losses": books.losses, "kept": books.kept_steps}
 
 
