@@ -11,6 +11,8 @@ from dynatrain.train.trainer import Trainer
 PACE = "TESTS_SECONDS_A_STEP"
 FALL = "TESTS_FALL"
 """``RANK PLACE``: that first rank ends by SIGKILL before its first ``step``, or before its last ``save``."""
+CLING = "TESTS_CLING"
+"""Whoever has left the world halts itself in place of ending."""
 _MOMENT = 1.0  # seconds: for the others to come to that place, too
 
 
@@ -31,6 +33,8 @@ def main(context):
         else:
             Switcher.save_now = _fall
     rank.main(context)
+    if os.environ.get(CLING):
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _fall(*_: object) -> None:
