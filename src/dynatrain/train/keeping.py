@@ -196,6 +196,8 @@ class _Taking:
         bytes_per_second: float,
     ) -> None:
         self._party = party
+        # Of this world: the party may go on to another one meanwhile.
+        self._rank, self._everyone, self._groups = party.rank, party.everyone, party.groups
         self._catalogue = world.catalogue
         self._note = note
         self._keepers = keepers
@@ -251,10 +253,10 @@ class _Taking:
         """Send what this rank alone has to its keeper, and take its wards'."""
         if not any(keeper is not None for keeper in self._keepers.keeper):
             return
-        party, keeper = self._party, self._keepers.keeper[self._party.rank]
-        group = party.groups.get("keep", party.everyone, backend="gloo")
-        transport, arriving = GroupTransport(group, party.everyone), []
-        for ward in self._keepers.wards(party.rank):
+        keeper, everyone = self._keepers.keeper[self._rank], self._everyone
+        group = self._groups.get("keep", everyone, backend="gloo")
+        transport, arriving = GroupTransport(group, everyone), []
+        for ward in self._keepers.wards(self._rank):
             flat = torch.empty(packed_bytes(self._catalogue, self._boxes[ward]), dtype=torch.uint8)
             arriving += [Message(ward, chunk) for chunk in flat.split(CHUNK_BYTES)]
             self._note.wards[ward] = unpacked(self._catalogue, self._boxes[ward], flat)
@@ -265,7 +267,7 @@ class _Taking:
 
     def _send(self, transport: GroupTransport, keeper: int) -> None:
         began = time.monotonic()
-        boxes = self._boxes[self._party.rank]
+        boxes = self._boxes[self._rank]
         for chunk in packed(self._catalogue, boxes, self._note.own, CHUNK_BYTES):
             transport.post([Message(keeper, chunk)], []).wait(WAIT_SECONDS)
             self._note.sent += chunk.numel()

@@ -80,9 +80,8 @@ def main(context: RankContext) -> None:
             with Log(context.folder.events, generation=context.generation, attempt=context.attempt) as log:
                 log.write("not_admitted", member=context.member, reason=str(refused))
             return
-        if switcher.left:  # the others train on, and meet without this one
-            return
-        dist.barrier()
+        if switcher.stopped:
+            dist.barrier()
     if switcher.stopped and switcher.saved == switcher.step:
         raise SystemExit(SAVED)
 
@@ -109,6 +108,7 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
         if start := seat.board.decide("resume", found.name if found else ""):
             step = switcher.load(context.folder.checkpoints / start)
             recorder.loaded(step, start, switcher.layout)
+        progress.begin()
     with Log(context.folder.metrics, generation=context.generation, attempt=context.attempt) as log:
 
         def after_step(result: StepResult) -> None:
@@ -136,13 +136,17 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
                 )
 
         validation = validation_of(checked, context.folder.path)
-        Trainer(job, samples, switcher, after_step, validation=validation, after_validation=after_validation).run(
-            config.steps
-        )
-    if switcher.left:
-        return switcher
-    if config.save.at_end and not switcher.stopped:
-        switcher.save_now()
+        trainer = Trainer(job, samples, switcher, after_step, validation=validation, after_validation=after_validation)
+        while True:
+            trainer.run(config.steps)
+            if switcher.left:  # the others train on, and meet without this one
+                return switcher
+            if switcher.stopped:
+                break
+            if config.save.at_end:
+                switcher.save_now()
+            if switcher.meet():
+                break
     if switcher.unsaved:
         raise NotSavedError(f"step {switcher.step}, the last one, is not saved: {switcher.unsaved}")
     return switcher
@@ -209,6 +213,10 @@ class _Progress:
         self._phase = "train"
         self._switch = 0
         self.layout: Callable[[], str] = str
+
+    def begin(self) -> None:
+        """All is there that a step needs: from here on the others can go on without this rank."""
+        self._tell()
 
     def step(self, step: int) -> None:
         """A step has ended."""

@@ -10,7 +10,7 @@ from dynatrain.cluster.worlds import Worlds
 from dynatrain.execute.pieces import Pool
 from dynatrain.execute.promise import Promise
 from dynatrain.train.argument import ArgumentError
-from dynatrain.train.groups import GroupPool
+from dynatrain.train.groups import Connections, GroupPool
 from dynatrain.train.party import Party
 from dynatrain.train.torch_private import default_store
 
@@ -49,7 +49,7 @@ def standing(
         board, store = worlds.board(), worlds.groups
     prefix = f"dynatrain/{name}" if name else "dynatrain"
     groups = GroupPool(
-        store or dist.PrefixStore(f"{prefix}/groups", default_store()),
+        Connections(store or dist.PrefixStore(f"{prefix}/groups", default_store())),
         rank=rank,
         world=f"{name}.g{generation}" if name else f"g{generation}",
         backend="nccl" if device.type == "cuda" else "gloo",
