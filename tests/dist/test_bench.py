@@ -86,16 +86,15 @@ def first_part(inner, _outer):
     return tuple(slice(0, stop - start) for start, stop in inner)
 
 
-@pytest.mark.parametrize(
-    ("method", "place", "name", "planted"),
-    [("dcp", baselines, "through_files", lambda *_: None), ("hand_written", hand_written, "within", first_part)],
-    ids=["dcp", "hand_written"],
-)
-def test_a_method_that_leaves_other_state_is_no_measurement(monkeypatch, method, place, name, planted):
-    monkeypatch.setattr(measured, "METHODS", (*measured.OURS[:1], method))
-    monkeypatch.setattr(place, name, planted)
-    with pytest.raises(BenchError, match=rf"{method}: the state that arrived is another"):
+def test_methods_that_leave_other_state_are_no_measurement(monkeypatch):
+    monkeypatch.setattr(measured, "METHODS", (*measured.OURS[:1], "hand_written", "dcp"))
+    monkeypatch.setattr(hand_written, "within", first_part)
+    monkeypatch.setattr(baselines, "through_files", lambda *_: None)
+    with pytest.raises(BenchError) as told:
         bench([("fsdp2", "tp2")])
+    assert str(told.value).splitlines() == [
+        f"fsdp2 -> tp2, {method}: the state that arrived is another" for method in ("hand_written", "dcp")
+    ]
     assert not left(os.getpid())
 
 
@@ -116,9 +115,9 @@ def test_a_rank_that_fails_ends_the_bench_with_its_words(monkeypatch, tmp_path):
 
 def test_a_new_rank_that_fails_ends_the_bench_with_its_words_and_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(restart.Order, "write", lambda *_: None)
-    with pytest.raises(BenchError, match=r"^fsdp2 -> tp2, restart: new rank \d: FileNotFoundError: .*/order"):
-        measured._restarted(TINY, ("fsdp2", "tp2"), 2, tmp_path / "restart")
+    monkeypatch.setattr(measured, "_everywhere", lambda *_: [[]])  # no old rank leaves an order
+    with pytest.raises(BenchError, match=r"^fsdp2 -> dp1, restart: new rank 0: FileNotFoundError: .*/order"):
+        measured._restarted(TINY, ("fsdp2", "dp1"), 1, tmp_path / "restart")
     assert not below(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -136,23 +135,22 @@ def test_a_restart_that_brings_other_state_is_no_measurement(monkeypatch, tmp_pa
     assert [sample.problem for sample in samples] == ["the state that arrived is another"] * 2
 
 
-def test_whatever_ends_a_bench_ends_the_new_ranks_of_its_restart(tmp_path):
+@pytest.mark.sweep
+def test_new_ranks_that_do_not_come_in_time_and_those_of_a_killed_bench_are_ended(tmp_path):
     code = "import pathlib, sys; from dynatrain.train import restart; "
-    code += "restart.begin_anew(pathlib.Path(sys.argv[1]), 1, timeout=100)"
-    benches = {}
-    for number in (signal.SIGINT, signal.SIGKILL):
-        folder = tmp_path / number.name
+    code += "restart.begin_anew(pathlib.Path(sys.argv[1]), 1, timeout=60)"
+    late, killed = tmp_path / "late", tmp_path / "killed"
+    for folder in (late, killed):
         folder.mkdir()
         os.mkfifo(folder / "order")  # which nobody writes: the new rank waits for ever
-        benches[number] = subprocess.Popen(
-            [sys.executable, "-c", code, str(folder)], env=environment(), stderr=subprocess.DEVNULL
-        )
-    below_them = [until(lambda at=tmp_path / n.name: len(b := below(at)) == 3 and b, 60) for n in benches]
-    for number, process in benches.items():
-        process.send_signal(number)
-        process.wait(timeout=20)
-    for processes in below_them:
-        assert gone(processes, 20)
+    process = subprocess.Popen([sys.executable, "-c", code, str(killed)], env=environment())
+    with pytest.raises(restart.RestartError, match="the new ranks were not ready within 1 s"):
+        restart.begin_anew(late, 1, timeout=1.0)
+    assert not below(late)
+    processes = until(lambda: len(found := below(killed)) == 3 and found)
+    process.kill()
+    process.wait()
+    assert gone(processes, 20)
 
 
 def test_the_last_rank_decides_what_the_probe_finds():

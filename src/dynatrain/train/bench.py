@@ -15,7 +15,7 @@ import tempfile
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
@@ -135,7 +135,8 @@ def run_bench(
         checkpoints: where ``dcp``, ``reload`` and ``restart`` write, in a folder of their own, which is removed.
 
     Raises:
-        BenchError: a rank failed, of the old ones or of the new ones of a restart.
+        BenchError: a rank failed, of the old ones or of the new ones of a restart; or other state arrived than was
+            there, with the name of every method of which that holds.
     """
     staying = tuple(method for method in METHODS if method != RESTART)
     schedule = [(case, staying if number < slow_repeats else OURS) for number in range(repeats) for case in cases]
@@ -153,6 +154,8 @@ def run_bench(
     for together in found:
         first = together[0]
         by_row[first.case, first.method, first.mode, first.transport].append(together)
+    if wrong := list(dict.fromkeys(problem for runs in by_row.values() for problem in _problems(runs))):
+        raise BenchError("\n".join(wrong))
     return tuple(_row(runs) for runs in by_row.values())
 
 
@@ -164,10 +167,15 @@ def _line(together: Sequence[Sample]) -> str:
     return f"{name}: {seconds:.3f} s, floor {first.floor_seconds:.3f} s"
 
 
+def _problems(runs: Iterable[Sequence[Sample]]) -> Iterator[str]:
+    """What did not arrive, where something was to arrive."""
+    for sample in (sample for together in runs for sample in together):
+        if sample.problem and sample.seconds is not None:
+            yield f"{sample.case[0]} -> {sample.case[1]}, {sample.method}: {sample.problem}"
+
+
 def _row(runs: Sequence[Sequence[Sample]]) -> Row:
     first, everybody = runs[0][0], [sample for together in runs for sample in together]
-    if wrong := [sample.problem for sample in everybody if sample.problem and sample.seconds is not None]:
-        raise BenchError(f"{first.case[0]} -> {first.case[1]}, {first.method}: {wrong[0]}")
     seconds = [value for together in runs if (value := _slowest(s.seconds for s in together)) is not None]
     stalls = [value for together in runs if (value := _slowest(s.stall_seconds for s in together)) is not None]
     floor = statistics.median(together[0].floor_seconds for together in runs)
