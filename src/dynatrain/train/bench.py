@@ -1,7 +1,8 @@
 """``dynatrain bench switch``: how fast state changes its layout, beside what PyTorch offers for it.
 
 Ranks are forked from this process, which must have one thread only. All methods of a case are measured in turn, again
-and again, so that what disturbs the machine disturbs all of them; medians are told, with the extremes.
+and again, so that what disturbs the machine disturbs all of them; medians are told, with the extremes. A restart, which
+ends the ranks, comes after the others.
 """
 
 import faulthandler

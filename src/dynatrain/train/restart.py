@@ -142,7 +142,7 @@ def _words(folder: Path, code: int) -> str:
         first = min(said, key=lambda one: one["when"])
         return f"new rank {first['rank']}: {first['words']}"
     lines = (folder / _SAID).read_text(encoding="utf-8", errors="replace").splitlines()
-    last = [" ".join(line.split()) for line in lines if line.strip("=- ")][-3:]
+    last = [" ".join(line.split()) for line in lines if line.strip("=- ")][-4:]
     return f"torchrun ended with code {code}: {'; '.join(last)}"
 
 
