@@ -30,8 +30,8 @@ class SampleError(ValueError):
 class Seeded(Dataset[Any]):
     """A user's map-style dataset, asked for one sample at a time, each with streams of its own.
 
-    All else that is asked of it, or set on it (by a ``worker_init_fn``), is the user's dataset's. A ``collate_fn`` draws
-    on behind the last sample of its batch. A generator that the dataset keeps for itself is its own affair.
+    All else that is asked of it, or set on it (by a ``worker_init_fn``), is the user's dataset's. A ``collate_fn``
+    draws on behind the last sample of its batch. A generator that the dataset keeps for itself is its own affair.
 
     Args:
         dataset: has ``__getitem__``; where it has ``__getitems__`` too, that is called with one id at a time.
