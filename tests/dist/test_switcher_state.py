@@ -28,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
+from dynatrain.observe.checkpoints import newest
 from dynatrain.space.tensor import State
 from dynatrain.train.optimizers.schema import SCHEMAS
 from dynatrain.train.saving import Saves
@@ -207,10 +208,10 @@ def test_a_count_on_the_optimizer_itself_goes_along_and_into_checkpoints(tmp_pat
         net, _ = build_net(mesh, layout)
         return net, Counting(groups_of(net))
 
-    def work(world, tour, path=None, saves=None):
+    def work(world, tour, *, until=9, path=None, saves=None):
         sw = switcher(world, build, "fsdp2", schedule=tour, recorder=(books := Books()), saves=saves)
         losses = [0.0] * (sw.load(path) if path else 0)
-        for step in sw.steps(until=9):
+        for step in sw.steps(until=until):
             inputs, targets = batch(step, world.rank)
             loss = functional.mse_loss(sw.model(inputs), targets)
             loss.backward()
@@ -218,12 +219,14 @@ def test_a_count_on_the_optimizer_itself_goes_along_and_into_checkpoints(tmp_pat
             sw.optimizer.zero_grad()
             losses.append(loss.item())
             dist.barrier()
+        if saves:
+            sw.save_now()
         return losses, sw.optimizer.t, [end[1] for end in books.ends]
 
     stayed = everywhere(2, lambda world: work(world, {}))
-    saves = Saves(root=tmp_path, every=4, keep_last=9)
-    moved = everywhere(2, lambda world: work(world, {3: "dp2", 6: "fsdp2"}, saves=saves))
-    gone_on = everywhere(2, lambda world: work(world, {6: "dp2"}, tmp_path / "step_00000004"))
+    moved = everywhere(2, lambda world: work(world, {3: "dp2", 6: "fsdp2"}))
+    everywhere(2, lambda world: work(world, {}, until=4, saves=Saves(root=tmp_path, every=9)))
+    gone_on = everywhere(2, lambda world: work(world, {6: "dp2"}, path=newest(tmp_path)[0]))
     for (expected, _, _), (losses, t, ends), (rest, last, _) in zip(stayed, moved, gone_on, strict=True):
         assert ends == ["committed", "committed"]
         assert (t, last) == (9, 9)
