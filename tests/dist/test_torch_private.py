@@ -3,6 +3,7 @@
 import inspect
 import threading
 import time
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -190,7 +191,9 @@ def test_set_for_a_while():
             thread = threading.Thread(target=lambda: (torch.set_default_dtype(bf16), torch.set_default_dtype(usual)))
             thread.start()
             thread.join()
-            torch.set_default_tensor_type(torch.DoubleTensor)  # and what stays is set but once
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it is deprecated
+                torch.set_default_tensor_type(torch.DoubleTensor)  # and what stays is set but once
         assert told == []
         assert torch.get_default_dtype() == torch.float64
     finally:
