@@ -88,6 +88,24 @@ def draws(mesh, layout):
     return build_with()(mesh, layout)
 
 
+def in_16_bits_for_a_while(mesh, layout):
+    """As ``AutoModel.from_config(config)`` does where the config says so."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return build_with(lambda net, _: net.float())(mesh, layout)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def at_high_precision(mesh, layout):
+    """What stays set from the first build on, and what a thread has for itself, is no trap."""
+    torch.set_float32_matmul_precision("high")
+    torch.set_default_dtype(torch.get_default_dtype())
+    torch.set_grad_enabled(True)
+    return build_with()(mesh, layout)
+
+
 class Attribute(nn.Linear):
     """A tensor that is neither parameter nor buffer."""
 
@@ -144,3 +162,23 @@ def hook_the_reduction(net):
 
 def count_it_otherwise(net):
     net.ways = 5
+
+
+class Counting(torch.optim.Optimizer):
+    """Adam's way to correct its bias, by a count of steps that is a plain number on the optimizer."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):  # noqa: ARG002 - the face of optimizers
+        self.t += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        state["exp_avg"] = torch.zeros_like(param)
+                    state["exp_avg"].lerp_(param.grad, 0.1)
+                    param.sub_(state["exp_avg"] / (1 - 0.9**self.t), alpha=group["lr"])

@@ -56,6 +56,18 @@ def build_short(mesh, _layout):
     return net, torch.optim.AdamW(groups_of(net))
 
 
+def counted_in_state(net):
+    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer.state["global_step"] = 5
+    return optimizer
+
+
+def summed_on_itself(net):
+    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer.total = torch.zeros(())
+    return optimizer
+
+
 def counted_in_python(net):
     """An optimizer of a user's who has loaded a checkpoint of old, with its steps as Python numbers."""
     optimizer = torch.optim.AdamW(groups_of(net))
@@ -158,6 +170,14 @@ AT_START = {
     "a Python step": (
         {"build": with_optimizer(counted_in_python)},
         ["state step of out.weight is int; its schema says shape ()"],
+    ),
+    "state of no parameter": (
+        {"build": with_optimizer(counted_in_state)},
+        ["the optimizer's state has 'global_step' (int), which belongs to no parameter", "self.t = 0"],
+    ),
+    "a tensor on the optimizer": (
+        {"build": with_optimizer(summed_on_itself)},
+        ["total of optimizer AdamW: tensors on an optimizer itself", "meta", "state[param]"],
     ),
     "foreign parameters": (
         {"build": with_optimizer(lambda _net: torch.optim.AdamW([nn.Parameter(torch.zeros(3))]))},

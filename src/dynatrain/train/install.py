@@ -33,6 +33,7 @@ from dynatrain.train.live import (
     reshard,
 )
 from dynatrain.train.module_settings import apply, refuse_meta, settings_of
+from dynatrain.train.optimizer_settings import refuse_meta_tensors, set_optimizer
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.optimizers.state import scalar_device
 from dynatrain.train.party import Party
@@ -62,6 +63,7 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
         )
     if on_meta:
         refuse_meta(parts, found)
+        refuse_meta_tensors(optimizer)
     forwards = Forwards()
     for part in parts if optimizer.param_groups else ():  # without an update to come, no forward waits for one
         part.register_forward_pre_hook(forwards)
@@ -257,6 +259,7 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     give(new, new.gradients)
     refuse_meta(new.parts, {})  # also what a list has kept of parameters, whose places others have taken
     apply(new.parts, new.found, new.rule, new.built, new.changed)
+    set_optimizer(new.optimizer, new.built_optimizer, new.changed)
     give_extra_states(new.owners, new.given)
     _bind_objects(party, old, new, by_name)
     carry_hooks(old, new)

@@ -94,7 +94,7 @@ class Note:
         """
         if unknown := sorted({owner.name for owner in world.owners} - self.extra.keys()):
             raise SwitchAbortedError(f"no note on this rank has the extra state of {', '.join(unknown)}")
-        take(world, self.account.common, self.account.groups)
+        take(world, self.account.common, self.account.groups, self.account.optimizers)
         give_extra_states(world.owners, self.extra)
         Streams.of(self.account.streams).restore(device)
 

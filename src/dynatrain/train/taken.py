@@ -16,11 +16,12 @@ from dynatrain.plan.shelves import written_pieces
 from dynatrain.space.tensor import Catalogue
 from dynatrain.train.account import Account, group_names
 from dynatrain.train.agreement import SwitchAbortedError
-from dynatrain.train.equal import require_equal
+from dynatrain.train.equal import hash_of, require_equal
 from dynatrain.train.extra_state import extra_states, hashes_of, speaks, unlike, unreadable
 from dynatrain.train.install import check_tensors, other_states
 from dynatrain.train.keys import STATE, Place, extra_path, flat, granule_paths, group_paths, streams_path
 from dynatrain.train.live import renew_buffers, reshard
+from dynatrain.train.optimizer_settings import require_kept
 from dynatrain.train.param_groups import ParamGroupError, merged
 from dynatrain.train.party import Party
 from dynatrain.train.registered import common_of
@@ -70,6 +71,7 @@ class Taken:
             reshard(part)
         renew_buffers(world.parts, world.found)
         check_tensors(party, world)
+        require_kept(world.built_optimizer, world.optimizer)
         if changed := other_states(world, world.catalogue):
             raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")
         assert world.ownership is not None
@@ -97,7 +99,10 @@ class Taken:
 
     def told(self) -> list[Any]:
         """What the other ranks have to know of it: see :func:`agreed`."""
-        return [self.names, common_of(self.account.common, self.account.groups), self.extra_hashes, list(self.extra)]
+        account = self.account
+        facts = common_of(account.common, account.groups)
+        facts["what the optimizer keeps on itself"] = hash_of(account.optimizers)
+        return [self.names, facts, self.extra_hashes, list(self.extra)]
 
     def require_readable(self) -> None:
         """Refuse state that could be written and not read back: reading runs no code of a pickle's.

@@ -17,6 +17,7 @@ from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.argument import ArgumentError
 from dynatrain.train.extra_state import Owner, owners
 from dynatrain.train.live import Entry
+from dynatrain.train.optimizer_settings import optimizer_settings
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.segments import Slot
 from dynatrain.train.settings import Key, Settings
@@ -68,6 +69,7 @@ class World:
         where: of each logical tensor, the entry of ``found`` that it lies in, and its slot where it has one.
         rule: of canonical names.
         built: what modules, parameters and FSDP units were set to right after ``build``.
+        built_optimizer: likewise, of the optimizer's own attributes.
         changed: what the next world is to be set to otherwise than built, from the quiet of a switch on.
         given: extra state that waits for the modules, by name, from the move of a switch on.
         gradients: local pieces of accumulated gradients by canonical name, during a switch inside a step; else empty.
@@ -91,9 +93,11 @@ class World:
     given: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     untouched: frozenset[str] = frozenset()
+    built_optimizer: Settings = field(init=False)
     where: dict[str, tuple[str, Slot | None]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.built_optimizer = optimizer_settings(self.optimizer)
         self.where = {
             name: (entry.name, entry.slots[i] if entry.slots else None)
             for entry in self.found.values()
