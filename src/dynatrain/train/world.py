@@ -17,6 +17,7 @@ from dynatrain.space.tensor import Catalogue, State
 from dynatrain.train.extra_state import Owner, owners
 from dynatrain.train.live import Entry
 from dynatrain.train.optimizers.several import Several
+from dynatrain.train.pending import Pending
 from dynatrain.train.segments import Slot
 from dynatrain.train.settings import Key, Settings
 from dynatrain.train.states import Form, Leaf, catalogue_states, leaves, optimizer_states
@@ -39,16 +40,6 @@ GRAD = "grad"
 
 
 @dataclass(slots=True)
-class Forwards:
-    """Whether a model has run forward, with gradients, since ``seen`` was last set back; a forward hook."""
-
-    seen: bool = False
-
-    def __call__(self, _part: nn.Module, _args: Any) -> None:  # noqa: D102 - the hook
-        self.seen = self.seen or torch.is_grad_enabled()
-
-
-@dataclass(slots=True)
 class World:
     """One layout, bound.
 
@@ -60,7 +51,7 @@ class World:
         found: the tensors of ``parts`` by canonical name.
         objects: registered objects by label; shared with the world before and after where they are not factories.
         built_hooks: numbers of the hooks that ``build`` registered itself, and of ours.
-        forwards: told when a part runs.
+        pending: whether gradients wait for an update.
         catalogue: all tensors of the job.
         ownership: who holds which box of them.
         forms: how registered objects keep each of their states.
@@ -80,7 +71,7 @@ class World:
     found: dict[str, Entry]
     objects: dict[str, Any] = field(default_factory=dict)
     built_hooks: frozenset[int] = frozenset()
-    forwards: Forwards = field(default_factory=Forwards)
+    pending: Pending = field(default_factory=lambda: Pending((), Several(())))
     catalogue: Catalogue = ()
     ownership: Ownership | None = None
     forms: dict[str, Form] = field(default_factory=dict)
