@@ -116,13 +116,18 @@ class World:
             found[name] += (State(GRAD, str(piece.dtype).removeprefix("torch.")),)
         return found
 
-    def values(self) -> dict[tuple[str, str], torch.Tensor]:
-        """``{(tensor, state): local tensor}`` of everything this rank holds, read from the live objects."""
+    def handles(self) -> dict[tuple[str, str], torch.Tensor]:
+        """``{(tensor, state): live tensor}`` of what modules and the optimizer hold, as they hold it."""
         held: dict[tuple[str, str], torch.Tensor] = {}
         for name, entry in self.found.items():
             held[name, entry.kind] = entry.value
         for name, values in optimizer_states(self.optimizer, self.found).items():
             held |= {(name, state.name): value for state, value in values.items()}
+        return held
+
+    def values(self) -> dict[tuple[str, str], torch.Tensor]:
+        """``{(tensor, state): local tensor}`` of everything this rank holds, read from the live objects."""
+        held = self.handles()
         for found in self.object_leaves().values():
             held |= {(leaf.tensor, leaf.state): leaf.value for leaf in found}
         held |= {(name, GRAD): piece for name, piece in self.gradients.items()}
