@@ -59,6 +59,7 @@ def test_every_method_is_measured_and_checked_and_what_it_cannot_do_is_said(tmp_
             assert 0 < row["counted_bytes"] <= row["allowed_bytes"]
 
 
+@pytest.mark.sweep
 def test_a_bench_that_is_ended_leaves_nothing_in_memory(tmp_path):
     command = [sys.executable, "-m", "dynatrain", "bench", "switch", "--model=tiny", "--repeats=50"]
     process = subprocess.Popen(

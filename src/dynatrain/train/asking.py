@@ -1,5 +1,6 @@
 """What a loop may ask of its ``Switcher`` that begins at a later step edge."""
 
+from dynatrain.train.argument import ArgumentError
 from dynatrain.train.blueprint import check_mode
 from dynatrain.train.course import Course
 from dynatrain.train.party import Party
@@ -32,14 +33,14 @@ class Asking:
 
         Raises:
             LayoutError: this job cannot have it.
-            ValueError: there is no such mode, or no such place, or the step is not to come.
+            ArgumentError: there is no such mode, or no such place, or the step is not to come.
         """
         self._read(layout, self._party.world_size)
         check_mode(mode or "auto")
         if 0 <= at <= self.step:
-            raise ValueError(f"at = {at}: step {self.step} is under way; nearest: {self.step + 1}, or -1 for soon")
+            raise ArgumentError(f"at = {at}: step {self.step} is under way; nearest: {self.step + 1}, or -1 for soon")
         if after < 0:
-            raise ValueError(f"after = {after}: a number of micro-batches; 0 switches at the step's edge")
+            raise ArgumentError(f"after = {after}: a number of micro-batches; 0 switches at the step's edge")
         self._turns.ask(layout, mode=mode, at=at, after=after, by=by)
 
     def prepare(self, layout: str, *, mode: str = "", by: str = "program") -> None:
@@ -56,7 +57,7 @@ class Asking:
 
         Raises:
             LayoutError: this job cannot have it.
-            ValueError: there is no such mode.
+            ArgumentError: there is no such mode.
         """
         self._read(layout, self._party.world_size)
         check_mode(mode or "auto")

@@ -10,9 +10,9 @@ from dynatrain.cluster.kernel import aside
 from dynatrain.execute.exchange import Exchange
 from dynatrain.execute.pieces import Pieces
 from dynatrain.train.agreement import Objection, objection_of
+from dynatrain.train.before_step import BeforeStep
 from dynatrain.train.channel import Channel
 from dynatrain.train.proof import Proof
-from dynatrain.train.saved import Saved
 from dynatrain.train.world import World
 from dynatrain.train.written import REMEDY, Watch
 
@@ -33,7 +33,7 @@ class Check:
         keeps_old: the old pieces are whole, so that an index can be named.
     """
 
-    def __init__(self, channel: Channel, moves: Exchange, proof: Proof, saved: Saved, *, keeps_old: bool) -> None:
+    def __init__(self, channel: Channel, moves: Exchange, proof: Proof, saved: BeforeStep, *, keeps_old: bool) -> None:
         self._channel = channel
         self._moves = moves
         self._proof = proof

@@ -21,6 +21,7 @@ from dynatrain.plan.plan import Fetch, Granule, Loss, Schedule
 from dynatrain.space.ownership import Ownership
 from dynatrain.train.adopt import adopt_ahead
 from dynatrain.train.agreement import SwitchAbortedError, objection_of, words_of
+from dynatrain.train.before_step import BeforeStep
 from dynatrain.train.blueprint import Blueprint, draw
 from dynatrain.train.channel import Channel
 from dynatrain.train.files import Files
@@ -41,7 +42,6 @@ from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
 from dynatrain.train.proof import Proof
 from dynatrain.train.rehearsal import rehearse
-from dynatrain.train.saved import Saved
 from dynatrain.train.targets import require_reduced
 from dynatrain.train.world import World, nothing
 
@@ -82,7 +82,7 @@ class Preparation:
     _files: Files | None = None
     _fetches: tuple[Fetch, ...] = ()
     _channel: Channel = field(init=False)
-    _saved: Saved = field(init=False)
+    _saved: BeforeStep = field(init=False)
     _given_up: bool = False
     _staging: int = 0
     _moves: Exchange | None = None
@@ -153,7 +153,7 @@ class Preparation:
         assert self.new is not None
         if self.order.after:
             self.old = inside(self.old, catalogue)
-        self._saved = Saved(self.old)
+        self._saved = BeforeStep(self.old)
         ownership = Ownership(self.way.over(self.target), read.placements)
         self.new.catalogue, self.new.ownership = self.old.catalogue, ownership
         topic, whole = f"s{self.order.number}/plan", self.way.keeps_books

@@ -43,6 +43,12 @@ class NotSavedError(RuntimeError):
 PROBE_BYTES = 32 << 20
 """More than caches hold, little enough to take a moment at the start."""
 
+TOLD_SAMPLES = 256
+"""Sequences of a step whose ids are written down; those of larger batches would be most of a run's folder.
+
+They are a function of seed and step anyhow: :func:`dynatrain.data.order.batch_ids`.
+"""
+
 
 def main(context: RankContext) -> None:
     """The rank's entry function."""
@@ -119,7 +125,7 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
                     tokens_per_second=result.tokens / result.seconds,
                     seconds=result.seconds,
                     layout=print_layout(switcher.layout),
-                    samples=result.ids.tolist(),
+                    **({"samples": result.ids.tolist()} if len(result.ids) <= TOLD_SAMPLES else {}),
                 )
 
         def after_validation(result: ValidationResult) -> None:

@@ -101,6 +101,10 @@ class Recorder:
         """A switch or a stop was agreed on."""
         self._event(order, "announce", step=step, to=order.layout, verb=order.verb, by=order.by)
 
+    def refused(self, order: Order, step: int, reason: str) -> None:
+        """What was scheduled, or asked for by the loop, is not possible any more."""
+        self._event(order, "refused", step=step, to=order.layout, verb=order.verb, by=order.by, reason=reason)
+
     def step_ended(self, now: float) -> None:
         """A step ended at ``now`` (seconds, monotonic): count towards the lost seconds of the last switch."""
         if not self._counting:

@@ -51,6 +51,7 @@ from dynatrain.train.handles import Handles
 from dynatrain.train.install import survey
 from dynatrain.train.keeping import Keeps
 from dynatrain.train.loading import Rename, load
+from dynatrain.train.own_folder import recorder_in
 from dynatrain.train.parking import ParkedError, Parking
 from dynatrain.train.party import DataParallel
 from dynatrain.train.publisher import Publisher
@@ -93,7 +94,9 @@ class Switcher(Asking, Survivable, Publishes, Handles):
         worlds: in place of both, where members come and go: dynatrain's agent tells it. A newcomer's constructor waits
             for its crossing, makes the default group and a world in the layout to come, its values blank where there
             is ``initial``; its first :meth:`steps` takes part in the crossing.
-        recorder: writes events and certificates; None writes nothing.
+        recorder: writes events and certificates; None writes nothing, unless
+        folder: is given, where they are written then, for ``dynatrain history``, ``events`` and ``check``: a
+            run's, which is made where it is not there, and gone on with where it is.
         legal: ``legal(text, world_size)`` reads a layout's text, or refuses it; None checks the world size alone.
         device: where state lies; by default this process's CUDA device where the default group is NCCL's, else the CPU.
         memory: where its memory comes from; made where it is None.
@@ -116,7 +119,7 @@ class Switcher(Asking, Survivable, Publishes, Handles):
         StartRefusedError: likewise, where ranks differ in what they refuse: on every rank, with the ranks' numbers.
         PromiseError: the jobs of this process hold more than was promised.
         NameTakenError: this process has, or had, a job of this name.
-        ValueError: there is no such mode, or policy.
+        ArgumentError: there is no such mode, or policy, or the schedule cannot be kept.
     """
 
     def __init__(
@@ -140,6 +143,7 @@ class Switcher(Asking, Survivable, Publishes, Handles):
         store: dist.Store | None = None,
         worlds: Worlds | None = None,
         recorder: Recorder | None = None,
+        folder: Path | str = "",
         legal: Read | None = None,
         data_parallel: DataParallel = "fixed",
         device: torch.device | None = None,
@@ -168,6 +172,8 @@ class Switcher(Asking, Survivable, Publishes, Handles):
             data_parallel=data_parallel,
             **more,
         )
+        if folder:
+            recorder, switches_before = recorder_in(party, Path(folder), layout, recorder)
         self._recorder = recorder
         self._loads, self._inside, self.step = 0, False, 0
         read = legal or whole_world
@@ -190,7 +196,10 @@ class Switcher(Asking, Survivable, Publishes, Handles):
             self._saver = Saver(party, saves, (self._answer_saved, on_saved), self._publisher)
             wishes = Wishes(party.requests, schedule or {}, mode, self._saver.every, inside or {})
             parking = self._parking = Parking(party, recorder)
-            self._turns = Turns(party, wishes, self._read, lambda: self.layout, self._saver, parking, switches_before)
+            self._turns = Turns(
+                *(party, wishes, self._read, lambda: self.layout, self._saver, parking, switches_before),
+                refused=lambda *told: recorder.refused(*told) if recorder else None,
+            )
             self._course = SurvivingCourse(
                 party,
                 world,

@@ -1,5 +1,6 @@
 """Which order comes next: rank 0 chooses, all follow the same decisions in the same sequence."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -15,6 +16,8 @@ from dynatrain.train.saver import Saver
 from dynatrain.train.targets import Read
 from dynatrain.train.wishes import Wishes
 
+_LOG = logging.getLogger(__name__)
+
 _WHILE_PARKED = ("park", "unpark", "stop")
 
 
@@ -29,6 +32,7 @@ class Turns:
         saver: saves the job.
         parking: where the job's state is.
         switches: how many the run has had before this job.
+        refused: told of an order that nobody waits for an answer to, as one of the schedule, and why it is not begun.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Turns:
         saver: Saver,
         parking: Parking,
         switches: int,
+        refused: Callable[[Order, int, str], None] = lambda _order, _step, _why: None,
     ) -> None:
         self._party = party
         self._wishes = wishes
@@ -48,6 +53,7 @@ class Turns:
         self._saver = saver
         self._parking = parking
         self._switches = switches
+        self._refused = refused
         self._turn = 1
 
     def take(self, edge: int, step: int) -> Order | None:
@@ -134,6 +140,9 @@ class Turns:
         for order in self._wishes.due(step):
             if (refusal := self._refuse(order)) is not None:
                 self.answer(order, *refusal)
+                if order.request < 0 and refusal[0] == "refused":
+                    _LOG.warning("%s to %s, asked for by %s: %s", order.verb, order.layout, order.by, refusal[1])
+                    self._refused(order, step, refusal[1])
             elif self._must_wait(order):
                 waiting.append(order)
             else:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dynatrain.cluster.board import Board
 from dynatrain.config.run import STEPS_BETWEEN
+from dynatrain.train.argument import ArgumentError
 from dynatrain.train.order import Order
 
 LEAD_STEPS = 2
@@ -21,7 +22,7 @@ def check_schedule(schedule: Mapping[int, str], inside: Mapping[int, int]) -> No
     """Refuse a schedule that cannot be kept.
 
     Raises:
-        ValueError: every problem, with the nearest that can.
+        ArgumentError: every problem, with the nearest that can.
     """
     problems = [f"schedule has step {at}: a job begins in its first layout; nearest: 1" for at in schedule if at < 1]
     for one, other in itertools.pairwise(sorted(schedule)):
@@ -36,7 +37,7 @@ def check_schedule(schedule: Mapping[int, str], inside: Mapping[int, int]) -> No
         if after < 0:
             problems.append(f"inside has {after} micro-batches at step {at}; nearest: 0, at the step's edge")
     if problems:
-        raise ValueError("; ".join(problems))
+        raise ArgumentError("; ".join(problems))
 
 
 class Wishes:
@@ -50,7 +51,7 @@ class Wishes:
         inside: ``{step: micro-batches}`` of scheduled switches that come inside their step.
 
     Raises:
-        ValueError: a schedule that cannot be kept.
+        ArgumentError: a schedule that cannot be kept.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Wishes:
         self._interval: list[Order] = []  # one at most: a save that is overtaken by the next is left out
         self._seen = 0
 
-    def add(self, layout: str, *, mode: str, at: int, after: int, by: str, verb: str) -> None:
+    def add(self, layout: str, *, mode: str, at: int, after: int, by: str, verb: str = "switch") -> None:
         """A wish of the loop itself. One for a later step is kept until then: one order is under way at a time."""
         order = Order(layout=layout, mode=mode or self._mode, at=at, after=after, by=by, verb=verb)
         (self._asked if at < 0 else self._promised).append(order)

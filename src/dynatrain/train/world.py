@@ -14,6 +14,7 @@ from dynatrain.models.names import NameRule, strip_wrappers
 from dynatrain.space.box import shape_of
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
+from dynatrain.train.argument import ArgumentError
 from dynatrain.train.extra_state import Owner, owners
 from dynatrain.train.live import Entry
 from dynatrain.train.optimizers.several import Several
@@ -199,10 +200,10 @@ def carry_groups(
         new_names: likewise, of the new parameters.
 
     Raises:
-        ValueError: the groups are not the same.
+        ArgumentError: the groups are not the same.
     """
     if len(old.param_groups) != len(new.param_groups):
-        raise ValueError(
+        raise ArgumentError(
             f"build made {len(new.param_groups)} parameter groups for the new layout and {len(old.param_groups)} "
             "for the old one; make the same groups in every layout, empty ones too"
         )
@@ -210,7 +211,7 @@ def carry_groups(
     for number, group in enumerate(new.param_groups):
         strangers = [new_names[id(p)] for p in group["params"] if place.get(new_names[id(p)], number) != number]
         if strangers:
-            raise ValueError(
+            raise ArgumentError(
                 f"build moved {', '.join(strangers)} to parameter group {number}; keep groups as they were"
             )
         group |= {key: value for key, value in old.param_groups[number].items() if key not in MECHANICS}
