@@ -119,6 +119,6 @@ def test_one_that_was_refused_is_dropped_on_all_and_the_next_is_begun_when_it_is
             if one._under_way is not None:
                 one._under_way.refuse() if one.notes[-1].step == 4 else one._under_way.end()
             one.edge(edge, edge)
-            assert edge not in range(5, 8) or [note.step for note in one.notes if note.whole] == [0]
+            assert edge not in range(5, 9) or [note.step for note in one.notes if note.whole] == [0]
     assert [[note.step for note in one.notes] for one in made] == [[12, 16]] * SIZE
     assert sorted(told) == [(rank, step) for rank in range(SIZE) for step in (0, 8, 12, 16)]

@@ -57,7 +57,7 @@ class Check:
             self._new = new.pieces(self._channel.party.rank, self._channel.party.device)
             # The step writes buffers: they are digested, and if need be brought back, as they were before it.
             self._saved.keep_buffers(self._new)
-            self._watch = Watch(new, self._new, sampled=False)
+            self._watch = Watch(new, self._new, closely=False)
         except Exception as problem:  # noqa: BLE001 - told to all ranks
             self._objection = objection_of(problem)
         self._thread.start()

@@ -222,7 +222,7 @@ class _Taking:
             # What a forward may write, or code between two optimizer steps, is copied at once.
             early = state.name == "buffer" or state.name in world.forms
             tensors[_key(granule)] = piece.tensor.clone() if early else piece.tensor
-        watch, by_key = Watch(world, self._pieces, sampled=True), {_key(granule): granule for granule in self._pieces}
+        watch, by_key = Watch(world, self._pieces, closely=True), {_key(granule): granule for granule in self._pieces}
         self._copies = Snapshot(tensors, 0, check=lambda key: watch.require_unwritten(by_key[key]))
         self._thread = threading.Thread(target=self._run, name="keeping", daemon=True)
 

@@ -151,7 +151,7 @@ class Publishing:
             self._held.add(view.numel() * dtype.itemsize)
             return torch.empty(view.shape, dtype=dtype).copy_(view)
 
-        watch = Watch(world, {granule: pieces[granule] for granule in taken.values()}, sampled=True)
+        watch = Watch(world, {granule: pieces[granule] for granule in taken.values()}, closely=True)
         return Snapshot(views, 0, copy=copied, check=lambda label: watch.require_unwritten(taken[label]))
 
     def start(self) -> None:

@@ -144,7 +144,7 @@ def _snapshot(world: World, pieces: Pieces, mine: Mapping[Granule, str], replica
     """Copies of what this rank writes, and a look at what it does not and others have, too."""
     tensors: dict[str, torch.Tensor] = {}
     by_key = {key: granule for granule, key in mine.items()} | {f"{granule}": granule for granule in pieces}
-    watch = Watch(world, pieces, sampled=True)
+    watch = Watch(world, pieces, closely=True)
     looks: dict[str, Callable[[], None]] = {}
     for granule, piece in pieces.items():
         name = world.catalogue[granule[0]].states[granule[1]].name

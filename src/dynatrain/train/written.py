@@ -3,13 +3,14 @@
 What is copied or digested beside a step is of one moment because nothing writes it meanwhile. A loop may: weights of an
 average that are put in for a validation, and taken out again. torch counts writes, each way in another place: what is
 done with a DTensor on the DTensor, what is done with its local shard there, and what goes through ``.data``, or through
-a ``foreach`` call on DTensors, nowhere. So a few elements of each tensor are looked at as well.
+a ``foreach`` call on DTensors, nowhere. So a few elements of each parameter are looked at as well.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dynatrain.execute.pieces import Pieces
 from dynatrain.plan.plan import Granule
@@ -18,7 +19,7 @@ from dynatrain.train.torch_private import local_tensor, times_written
 from dynatrain.train.world import World
 
 _SAMPLED = 8
-"""Elements of a tensor that are looked at, evenly spread."""
+"""Elements of a parameter that are looked at, evenly spread."""
 
 REMEDY = (
     "validate on a copy of the model, or between optimizer.step() and the end of the step, and put back there what "
@@ -51,20 +52,21 @@ class Watch:
     Args:
         world: theirs.
         pieces: of them, and of others, which are not watched.
-        sampled: elements are looked at, too, which costs some microseconds for each tensor; else the counts alone.
+        closely: optimizer state is noted, too, and elements of parameters, which takes some microseconds for each
+            tensor; else torch's counts of the parameters alone, for where no time is to be lost.
     """
 
-    def __init__(self, world: World, pieces: Pieces, *, sampled: bool) -> None:
+    def __init__(self, world: World, pieces: Pieces, *, closely: bool) -> None:
         self._noted: dict[Granule, _Noted] = {}
-        handles = world.handles()
+        handles = world.handles() if closely else {}
         for granule, piece in pieces.items():
             tensor = world.catalogue[granule[0]]
-            state = tensor.states[granule[1]].name
-            handle = handles.get((world.where[tensor.name][0], state))
+            state, where = tensor.states[granule[1]].name, world.where[tensor.name][0]
+            own = state == "param"
+            handle = world.found[where].value if own else handles.get((where, state))
             if handle is not None and state != "buffer":
-                sample = _sample(piece.tensor) if sampled else None
-                name = f"{tensor.name} {state}"
-                self._noted[granule] = _Noted(name, handle, piece.tensor, _writes(handle), sample)
+                sample = _sample(piece.tensor) if own and closely else None
+                self._noted[granule] = _Noted(f"{tensor.name} {state}", handle, piece.tensor, _writes(handle), sample)
 
     def require_unwritten(self, granule: Granule) -> None:
         """Refuse what was written since; what is not watched never was.
@@ -85,7 +87,8 @@ class Watch:
 
 
 def _writes(handle: torch.Tensor) -> int:
-    return times_written(handle) + times_written(local_tensor(handle))
+    own = times_written(handle)
+    return own + times_written(local_tensor(handle)) if isinstance(handle, DTensor) else own
 
 
 def _sample(piece: torch.Tensor) -> torch.Tensor:
