@@ -3,14 +3,10 @@
 A switch inside a step is agreed on at the step's edge, as any other, and carried out where the loop comes to it.
 """
 
-import functools
 import logging
 import time
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
-
-import torch
 
 from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
 from dynatrain.train.announcement import NotAdmittedError, announce
@@ -26,6 +22,7 @@ from dynatrain.train.start import Start
 from dynatrain.train.targets import Read
 from dynatrain.train.travels import Travels
 from dynatrain.train.turns import Turns
+from dynatrain.train.updates import follow
 from dynatrain.train.world import World
 
 _LOG = logging.getLogger(__name__)
@@ -152,21 +149,15 @@ class Course:
 
     def _wrap_optimizer(self, world: World) -> None:
         """The first step after a switch decides it; where it is taken back, that step does nothing."""
-        original = world.optimizer.step
 
-        @functools.wraps(original)
-        def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def step(make: Callable[[], Any]) -> Any:
             self._parking.require_here("optimizer.step")
             self._before_a_write()
             if self._settling:
                 self._settle()
-            if self.doomed:
-                return None
-            world.forwards.seen = False
-            return self._update(lambda: original(*args, **kwargs))
+            return None if self.doomed else self._update(make)
 
-        # A method, as schedulers that are made later expect of it.
-        world.optimizer.step = MethodType(step, world.optimizer)  # type: ignore[method-assign]
+        follow(world.optimizer, world.pending, step)
 
     def _before_a_write(self) -> None:
         """Return when nothing that is about to be written is still to be copied."""
@@ -207,9 +198,8 @@ class Course:
         """Tell the others when this rank can begin; begin where all agreed to."""
         assert self._start is not None
         go = self._start.look(self._edge, self._step)
-        # A forward without a step yet: gradients wait for a later step, equally on all ranks, which wait with them.
-        # Gradients themselves would not tell: FSDP2 may hold them back, and a rank with frozen parameters has none.
-        if go is not None and 0 <= go.edge <= self._edge and self.world.forwards.seen:
+        # Gradients wait for a later step, equally on all ranks, which wait with them.
+        if go is not None and 0 <= go.edge <= self._edge and self.world.pending.waits:
             go = self._start.starves(self._edge)
         if go is None or go.edge > self._edge:
             return

@@ -37,12 +37,13 @@ from dynatrain.train.optimizer_settings import refuse_meta_tensors, set_optimize
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.optimizers.state import scalar_device
 from dynatrain.train.party import Party
+from dynatrain.train.pending import Pending
 from dynatrain.train.registered import check_holders, common, made_anew, snapshot
 from dynatrain.train.retire import retire
 from dynatrain.train.segments import SegmentError, held_shape
 from dynatrain.train.states import Form, Leaf, UnknownStateError, forms, replace_leaves
 from dynatrain.train.torch_private import local_tensor
-from dynatrain.train.world import GRAD, Forwards, World, as_parts, carry_groups
+from dynatrain.train.world import GRAD, World, as_parts, carry_groups
 
 
 def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool) -> World:
@@ -64,13 +65,11 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
     if on_meta:
         refuse_meta(parts, found)
         refuse_meta_tensors(optimizer)
-    forwards = Forwards()
-    for part in parts if optimizer.param_groups else ():  # without an update to come, no forward waits for one
-        part.register_forward_pre_hook(forwards)
+    pending = Pending(parts, optimizer)
     hooks = built_hooks(parts, optimizer)
     built = settings_of(parts, found, party.names)
     return World(
-        layout, mesh, parts, optimizer, found, built_hooks=hooks, forwards=forwards, rule=party.names, built=built
+        layout, mesh, parts, optimizer, found, built_hooks=hooks, pending=pending, rule=party.names, built=built
     )
 
 

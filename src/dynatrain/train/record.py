@@ -226,7 +226,7 @@ class Recorder:
             switch=number,
             generation=self._generation,
             attempt=self._attempt,
-            step=max(0, step - 1),
+            step=step - 1,
             from_=print_layout(attempt.old.layout),
             to=print_layout(attempt.target),
             world=world,

@@ -315,7 +315,7 @@ class Switcher(Asking, Survivable, Publishes, Handles):
         """
         self._saver.require()
         self._parking.require_here("save_now")
-        if self._inside and self.world.forwards.seen:
+        if self._inside and self.world.pending.waits:
             raise SavingError(
                 f"step {self.step} is under way: save_now comes before its first forward or behind its update"
             )
@@ -348,7 +348,7 @@ class Switcher(Asking, Survivable, Publishes, Handles):
         self._travel("unpark")
 
     def _travel(self, verb: str) -> None:
-        if self._inside and self.world.forwards.seen:
+        if self._inside and not self._parking.parked and self.world.pending.waits:
             raise ParkedError(f"step {self.step} is under way: {verb} before its first forward or behind its update")
         self._course.travel(verb, self._next_step)
 

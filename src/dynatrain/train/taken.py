@@ -28,6 +28,7 @@ from dynatrain.train.registered import common_of
 from dynatrain.train.replicas import Replicas
 from dynatrain.train.snapshot import Snapshot
 from dynatrain.train.world import World
+from dynatrain.train.written import Watch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +148,8 @@ def agreed(told: list[list[Any]]) -> tuple[list[list[str]], set[str]]:
 def _snapshot(world: World, pieces: Pieces, mine: Mapping[Granule, str], replicas: Replicas, budget: int) -> Snapshot:
     """Copies of what this rank writes, and a look at what it does not and others have, too."""
     tensors: dict[str, torch.Tensor] = {}
+    by_key = {key: granule for granule, key in mine.items()} | {f"{granule}": granule for granule in pieces}
+    watch = Watch(world, pieces, closely=True)
     looks: dict[str, Callable[[], None]] = {}
     for granule, piece in pieces.items():
         name = world.catalogue[granule[0]].states[granule[1]].name
@@ -158,7 +161,7 @@ def _snapshot(world: World, pieces: Pieces, mine: Mapping[Granule, str], replica
             replicas.note(granule, piece.tensor)
         elif granule in replicas.peers:
             looks[f"{granule}"] = partial(replicas.note, granule, piece.tensor)
-    return Snapshot(tensors, budget, looks)
+    return Snapshot(tensors, budget, looks, check=lambda key: watch.require_unwritten(by_key[key]))
 
 
 def _chunk(world: World, pieces: Pieces, granule: Granule, key: str, snapshot: Snapshot, replicas: Replicas) -> Chunk:

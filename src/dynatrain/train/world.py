@@ -19,6 +19,7 @@ from dynatrain.train.extra_state import Owner, owners
 from dynatrain.train.live import Entry
 from dynatrain.train.optimizer_settings import optimizer_settings
 from dynatrain.train.optimizers.several import Several
+from dynatrain.train.pending import Pending
 from dynatrain.train.segments import Slot
 from dynatrain.train.settings import Key, Settings
 from dynatrain.train.states import Form, Leaf, catalogue_states, leaves, optimizer_states
@@ -41,16 +42,6 @@ GRAD = "grad"
 
 
 @dataclass(slots=True)
-class Forwards:
-    """Whether a model has run forward, with gradients, since ``seen`` was last set back; a forward hook."""
-
-    seen: bool = False
-
-    def __call__(self, _part: nn.Module, _args: Any) -> None:  # noqa: D102 - the hook
-        self.seen = self.seen or torch.is_grad_enabled()
-
-
-@dataclass(slots=True)
 class World:
     """One layout, bound.
 
@@ -62,7 +53,7 @@ class World:
         found: the tensors of ``parts`` by canonical name.
         objects: registered objects by label; shared with the world before and after where they are not factories.
         built_hooks: numbers of the hooks that ``build`` registered itself, and of ours.
-        forwards: told when a part runs.
+        pending: whether gradients wait for an update.
         catalogue: all tensors of the job.
         ownership: who holds which box of them.
         forms: how registered objects keep each of their states.
@@ -83,7 +74,7 @@ class World:
     found: dict[str, Entry]
     objects: dict[str, Any] = field(default_factory=dict)
     built_hooks: frozenset[int] = frozenset()
-    forwards: Forwards = field(default_factory=Forwards)
+    pending: Pending = field(default_factory=lambda: Pending((), Several(())))
     catalogue: Catalogue = ()
     ownership: Ownership | None = None
     forms: dict[str, Form] = field(default_factory=dict)
@@ -130,13 +121,18 @@ class World:
             found[name] += (State(GRAD, str(piece.dtype).removeprefix("torch.")),)
         return found
 
-    def values(self) -> dict[tuple[str, str], torch.Tensor]:
-        """``{(tensor, state): local tensor}`` of everything this rank holds, read from the live objects."""
+    def handles(self) -> dict[tuple[str, str], torch.Tensor]:
+        """``{(tensor, state): live tensor}`` of what modules and the optimizer hold, as they hold it."""
         held: dict[tuple[str, str], torch.Tensor] = {}
         for name, entry in self.found.items():
             held[name, entry.kind] = entry.value
         for name, values in optimizer_states(self.optimizer, self.found).items():
             held |= {(name, state.name): value for state, value in values.items()}
+        return held
+
+    def values(self) -> dict[tuple[str, str], torch.Tensor]:
+        """``{(tensor, state): local tensor}`` of everything this rank holds, read from the live objects."""
+        held = self.handles()
         for found in self.object_leaves().values():
             held |= {(leaf.tensor, leaf.state): leaf.value for leaf in found}
         held |= {(name, GRAD): piece for name, piece in self.gradients.items()}
