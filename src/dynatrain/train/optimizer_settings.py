@@ -12,17 +12,8 @@ from typing import Any
 import torch
 
 from dynatrain.train.optimizers.several import members
-from dynatrain.train.settings import (
-    ABSENT,
-    UNSEEN,
-    Held,
-    Key,
-    Settings,
-    carried,
-    changes,
-    require_portable,
-    require_takers,
-)
+from dynatrain.train.plain import UNSEEN, plain, tell, tellable
+from dynatrain.train.settings import ABSENT, Held, Key, Settings, changes, require_portable, require_takers
 from dynatrain.train.states import UnknownStateError
 from dynatrain.train.torch_private import times_written
 
@@ -99,7 +90,7 @@ def kept_by(built: Settings, optimizer: torch.optim.Optimizer) -> Kept:
     """What a checkpoint has of an optimizer's own attributes: the plain ones that were set since build."""
     found: Kept = {}
     for (whose, which), (_, value) in optimizer_changes(built, optimizer).items():
-        found.setdefault(whose, {})[which] = value
+        found.setdefault(whose, {})[which] = tell(value) if tellable(value) else value
     return found
 
 
@@ -153,11 +144,9 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.
 
 def _seen(value: Any) -> Any:
     """A value as it is compared: by what is in it; of objects and functions only that they are there."""
-    if carried(value):
-        return value
     if isinstance(value, torch.Tensor | list | tuple | dict | set):
         return Held(value, zlib.crc32(_content(value).encode()))
-    return UNSEEN
+    return plain(value)
 
 
 def _content(value: Any) -> str:
@@ -168,7 +157,7 @@ def _content(value: Any) -> str:
         return f"{type(value).__name__}{[_content(one) for one in value]}"
     if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
         return f"tensor {id(value)} {times_written(value)}"
-    return repr(value) if carried(value) else type(value).__name__
+    return type(value).__name__ if plain(value) is UNSEEN else repr(value)
 
 
 def _held(settings: Settings) -> set[Key]:
