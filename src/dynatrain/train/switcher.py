@@ -49,6 +49,7 @@ from dynatrain.train.first import Initial, blank, first_world, hold, join, regis
 from dynatrain.train.handles import Handles
 from dynatrain.train.install import survey
 from dynatrain.train.keeping import Keeps
+from dynatrain.train.lends import Lends
 from dynatrain.train.loading import Rename, load
 from dynatrain.train.parking import ParkedError, Parking
 from dynatrain.train.party import DataParallel
@@ -66,7 +67,7 @@ from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
 
 
-class Switcher(Survivable, Publishes, Handles):
+class Switcher(Survivable, Lends, Publishes, Handles):
     """Holds one training job's model and optimizer, and changes their layout while it trains.
 
     Needs an initialised default process group (torchrun, or dynatrain's own agent).
