@@ -2,7 +2,7 @@
 
 ``python recipes/rl_miniature.py``. Four ranks train in ``fsdp2.tp2``. For each round two of them are lent: their
 processes end, and the engine's two wake up in their places; the other two publish the weights from ``fsdp2``, and make
-the first updates while ranks come back. The answers can be checked, so nothing judges but ``==``.
+the next updates while ranks come back. The answers can be checked, so nothing judges but ``==``.
 """
 
 import json
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hf_models import apply_tensor_parallelism, tp_plan
 
 PROMPTS = [list(f"{a}+{b}=".encode()) for a in range(4) for b in range(3)]
-SAMPLES, UPDATES, RATE = 32, 8, 5e-3
+SAMPLES, UPDATES, RATE = 32, 12, 5e-3
 CONFIG = LlamaConfig(
     architectures=["LlamaForCausalLM"],
     vocab_size=64,  # bytes: the digits, + and =
@@ -128,32 +128,32 @@ def loss_of(model, samples, mesh, warm):
 def learn(run):
     torch.manual_seed(0)
     target = EngineTarget(engine=os.environ["ENGINE"], config=CONFIG.to_dict(), layout="tp2", dtype="fp32")
-    samples = Samples()
+    samples, lent = Samples(), None
     sw = run.switcher(build, state={"samples": samples}, data_parallel="free")
     for step in sw.steps(until=run.steps):
-        if step % UPDATES == 0 and step:  # two ranks have left
-            free = lent.wait().message  # their processes are gone
+        if step and step % UPDATES == 0:
+            lent.wait()  # the processes of two ranks are gone, and so is what they held
             if sw.rank == 0:
                 ask("wake_up")
             sw.publish(target).wait()
             accuracy = rollout(samples, sw.rank, seed=step)
             with torch.no_grad():
-                drawn = torch.tensor(samples.drawn)
-                apart = (scores(sw.model, torch.tensor(samples.tokens)) - drawn).abs().max().item()
-            run.note(accuracy=accuracy, apart=apart, free=free)
-            sw.reclaim(at=step + 3)  # they start beside the next three updates
-        if step % UPDATES == UPDATES - 3 and step + 3 < run.steps:
+                own = scores(sw.model, torch.tensor(samples.tokens))
+            run.note(accuracy=accuracy, apart=(own - torch.tensor(samples.drawn)).abs().max().item())
+            if step + 3 < run.steps:
+                sw.reclaim(at=step + 3)  # ranks start in these places beside the next three updates
+        if step + 3 < run.steps and (step + 3) % UPDATES == 0:
             lent = sw.lend(count=2, layout="fsdp2", at=step + 3)
-        loss_of(sw.model, samples, sw.world.mesh, step < UPDATES).backward()
+        loss_of(sw.model, samples, sw.world.mesh, warm=step < UPDATES).backward()
         sw.optimizer.step()
         sw.optimizer.zero_grad()
 
 
-def main(folder, rounds=9):
+def main(folder, rounds=6):
     config = Path(folder) / "config.json"
     config.write_text(json.dumps(CONFIG.to_dict()))
     settings = Path(folder) / "run.toml"
-    settings.write_text(RUN.replace("STEPS", str(UPDATES * (rounds + 1))).replace("config.json", str(config)))
+    settings.write_text(RUN.replace("STEPS", str(UPDATES * rounds + 1)).replace("config.json", str(config)))
     engine = start_engine(config)
     try:
         run = RunAgent(settings, run=Path(folder) / "run")

@@ -162,7 +162,7 @@ class Front:
             "weight_version": self.state["version"],
             "paused": not self.open.is_set(),
             "asleep": self.asleep,
-            "held_bytes": sum(path.stat().st_blocks * 512 for path in self.folder.iterdir()),
+            "held_bytes": sum(path.stat().st_blocks * 512 for path in self.folder.glob("*.[ab]")),
             "pids": [one["process"].pid for one in self.ranks],
             "ranks": ranks,
         }

@@ -76,7 +76,6 @@ class Copy:
         parts = self.flat.split([math.prod(shape) for shape in shapes.values()])
         self.tensors = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
 
-
     def drop(self):
         self.pages.madvise(mmap.MADV_REMOVE)  # the file has no memory then, and zeros where it is read
 
