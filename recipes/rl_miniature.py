@@ -1,11 +1,12 @@
 """Reinforcement learning in miniature: a tiny Llama learns to add digits, from samples that an engine draws.
 
-``torchrun --nproc-per-node=2 recipes/rl_miniature.py``. Each round begins in the layout ``tp2``: the ranks publish the
-weights to an engine in processes of its own, park, and leave the device to it while it samples; then they come back
-and make three updates in ``tp2``, as many in ``fsdp2``. The answers can be checked, so nothing judges but ``==``.
+``python recipes/rl_miniature.py``. Four ranks train in ``fsdp2.tp2``. For each round two of them are lent: their
+processes end, and the engine's two wake up in their places; the other two publish the weights from ``fsdp2``, and make
+the next updates while ranks come back. The answers can be checked, so nothing judges but ``==``.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,8 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from dynatrain import EngineTarget, Switcher
-from dynatrain.layout.text import print_layout
+from dynatrain import EngineTarget, RunAgent
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -23,7 +23,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_models import apply_tensor_parallelism, tp_plan
 
-PROMPTS, SAMPLES, UPDATES, RATE = 25, 16, 6, 1e-2
+PROMPTS = [list(f"{a}+{b}=".encode()) for a in range(4) for b in range(3)]
+SAMPLES, UPDATES, RATE = 32, 12, 5e-3
 CONFIG = LlamaConfig(
     architectures=["LlamaForCausalLM"],
     vocab_size=64,  # bytes: the digits, + and =
@@ -33,8 +34,19 @@ CONFIG = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=8,
+    initializer_range=0.2,
     tie_word_embeddings=True,
 )
+RUN = f"""
+loop = "{Path(__file__).absolute()}:learn"
+layout = "fsdp2.tp2"
+steps = STEPS
+device = "cpu"
+[model]
+config = "config.json"
+[save]
+at_end = false
+"""
 
 
 def build(mesh, layout):
@@ -47,32 +59,51 @@ def build(mesh, layout):
     return model, torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
 
 
-def start_engine(folder):
-    """An engine of two ranks, which fuses and cuts the weights in its own way."""
-    config = Path(folder) / "config.json"
-    config.write_text(json.dumps(CONFIG.to_dict()))
+def start_engine(config):
+    """An engine of two ranks, which fuses and cuts the weights in its own way; asleep until ranks are lent to it."""
     command = [sys.executable, str(Path(__file__).with_name("tiny_engine.py")), "--config", str(config)]
     engine = subprocess.Popen([*command, "--tp", "2", "--dtype", "float32"], stdout=subprocess.PIPE, text=True)
-    return engine, engine.stdout.readline().strip()
+    os.environ["ENGINE"] = engine.stdout.readline().strip()
+    ask("sleep")
+    return engine
 
 
-def ask(url, verb, **body):
-    request = urllib.request.Request(f"{url}/{verb}", json.dumps(body).encode())  # noqa: S310
+def ask(verb, **body):
+    request = urllib.request.Request(f"{os.environ['ENGINE']}/{verb}", json.dumps(body).encode())  # noqa: S310
     with urllib.request.urlopen(request) as answer:  # noqa: S310
         return json.loads(answer.read())
 
 
-def rollout(url, seed):
-    """``(tokens [B, T], log-probability [B] of the last one, reward [B])``; rank 0 asks, all get it."""
+class Samples:
+    """What updates learn from, as lists: a part of the job, so that ranks that come have it."""
+
+    def __init__(self):
+        answers = torch.randint(ord("0"), ord("9") + 1, (len(PROMPTS) * SAMPLES,), generator=torch.Generator())
+        self.tokens = [[*prompt, answer] for prompt, answer in zip(PROMPTS * SAMPLES, answers.tolist(), strict=True)]
+        self.drawn = self.advantage = [0.0] * len(self.tokens)
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def rollout(samples, rank, seed):
+    """Fresh samples, equal on all ranks, and the share of right answers; rank 0 asks the engine."""
     told = [None]
-    if dist.get_rank() == 0:
-        prompts = [list(f"{a}+{b}=".encode()) for a in range(5) for b in range(5) for _ in range(SAMPLES)]
-        told = [ask(url, "generate", prompts=prompts, max_tokens=1, seed=seed)]
+    if rank == 0:
+        prompts = [prompt for prompt in PROMPTS for _ in range(SAMPLES)]
+        told = [ask("generate", prompts=prompts, max_tokens=1, seed=seed)]
+        ask("sleep")
     dist.broadcast_object_list(told)
-    tokens = torch.tensor(told[0]["tokens"])
-    right = (tokens[:, 0] + tokens[:, 2] - 2 * ord("0") + ord("0") == tokens[:, 4]).float()
-    digit = ((tokens[:, 4] >= ord("0")) & (tokens[:, 4] <= ord("9"))).float()
-    return tokens, torch.tensor(told[0]["log_probabilities"])[:, 0], 0.9 * right + 0.1 * digit
+    samples.tokens = told[0]["tokens"]
+    samples.drawn = [row[0] for row in told[0]["log_probabilities"]]
+    right = torch.tensor([float(a + b - 2 * ord("0") == c - ord("0")) for a, _, b, _, c in samples.tokens])
+    groups = right.view(len(PROMPTS), SAMPLES)  # of one prompt: how much better than the others each one is (GRPO)
+    better = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 0.1)
+    samples.advantage = better.flatten().tolist()
+    return right.mean().item()
 
 
 def scores(model, tokens):
@@ -82,58 +113,61 @@ def scores(model, tokens):
     return logits[:, -1].log_softmax(-1).gather(1, tokens[:, -1:]).squeeze(1)
 
 
-def share(rows, mesh):
-    """This data rank's part of the rows."""
+def loss_of(model, samples, mesh, warm):
+    """Of this data rank's part of the samples; to begin with, that random digits are what answers look like."""
     data = mesh["dp", "fsdp"]
-    return rows.chunk(data.size())[data.get_local_rank("dp") * data["fsdp"].size() + data.get_local_rank("fsdp")]
+    part = data.get_local_rank("dp") * data["fsdp"].size() + data.get_local_rank("fsdp")
+    rows = (samples.tokens, samples.drawn, samples.advantage)
+    tokens, drawn, advantage = (torch.tensor(row).chunk(data.size())[part] for row in rows)
+    if warm:
+        return -scores(model, tokens).mean()
+    ratio = (scores(model, tokens) - drawn).exp()
+    return -torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2)).mean()
 
 
-def advantages(reward):
-    """How much better than the other samples of its prompt each one is (GRPO)."""
-    groups = reward.view(PROMPTS, SAMPLES)
-    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 0.1)).flatten()
-
-
-def main(rounds=12):
-    dist.init_process_group()
+def learn(run):
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder:
-        engine, url = start_engine(folder) if dist.get_rank() == 0 else (None, None)
-        try:
-            return learn(rounds, url)
-        finally:
-            if engine:
-                engine.terminate()
-            dist.destroy_process_group()
-
-
-def learn(rounds, url):
-    told = [url]
-    dist.broadcast_object_list(told)
-    target = EngineTarget(engine=told[0], config=CONFIG.to_dict(), layout="tp2", dtype="fp32")
-    sw, seen = Switcher(build, layout="tp2", data_parallel="free"), []
-    for step in sw.steps(until=UPDATES * rounds):
-        if step % UPDATES == 0:
+    target = EngineTarget(engine=os.environ["ENGINE"], config=CONFIG.to_dict(), layout="tp2", dtype="fp32")
+    samples, lent = Samples(), None
+    sw = run.switcher(build, state={"samples": samples}, data_parallel="free")
+    for step in sw.steps(until=run.steps):
+        if step and step % UPDATES == 0:
+            lent.wait()  # the processes of two ranks are gone, and so is what they held
+            if sw.rank == 0:
+                ask("wake_up")
             sw.publish(target).wait()
-            sw.park()
-            tokens, drawn, reward = rollout(told[0], seed=step)
-            sw.unpark()
+            accuracy = rollout(samples, sw.rank, seed=step)
             with torch.no_grad():
-                apart = (scores(sw.model, tokens) - drawn).abs().max().item()
-            advantage = advantages(reward)
-            seen.append([reward.mean().item(), apart])
-        if step % (UPDATES // 2) == 0:
-            seen[-1].append(print_layout(sw.layout))
-            if (then := step + UPDATES // 2) < UPDATES * rounds:
-                sw.request("fsdp2" if step % UPDATES == 0 else "tp2", at=then)
-        mine, old, weight = (share(rows, sw.world.mesh) for rows in (tokens, drawn, advantage))
-        ratio = (scores(sw.model, mine) - old).exp()
-        (-torch.minimum(weight * ratio, weight * ratio.clamp(0.8, 1.2)).mean()).backward()
+                own = scores(sw.model, torch.tensor(samples.tokens))
+            run.note(accuracy=accuracy, apart=(own - torch.tensor(samples.drawn)).abs().max().item())
+            if step + 3 < run.steps:
+                sw.reclaim(at=step + 3)  # ranks start in these places beside the next three updates
+        if step + 3 < run.steps and (step + 3) % UPDATES == 0:
+            lent = sw.lend(count=2, layout="fsdp2", at=step + 3)
+        loss_of(sw.model, samples, sw.world.mesh, warm=step < UPDATES).backward()
         sw.optimizer.step()
         sw.optimizer.zero_grad()
-    return seen
+
+
+def main(folder, rounds=6):
+    config = Path(folder) / "config.json"
+    config.write_text(json.dumps(CONFIG.to_dict()))
+    settings = Path(folder) / "run.toml"
+    settings.write_text(RUN.replace("STEPS", str(UPDATES * rounds + 1)).replace("config.json", str(config)))
+    engine = start_engine(config)
+    try:
+        run = RunAgent(settings, run=Path(folder) / "run")
+        run.start()
+        code = run.wait(600)
+        lines = map(json.loads, run.folder.metrics.read_text().splitlines())
+        return code, [(line["accuracy"], line["apart"], line["layout"]) for line in lines], run.folder
+    finally:
+        engine.terminate()
+        engine.wait()
 
 
 if __name__ == "__main__":
-    for reward, apart, *layouts in main():
-        sys.stdout.write(f"reward {reward:.3f}  log-probabilities apart {apart:.1e}  {' '.join(layouts)}\n")
+    with tempfile.TemporaryDirectory() as scratch:
+        _, seen, _ = main(scratch)
+    for accuracy, apart, layout in seen:
+        sys.stdout.write(f"published from {layout}: {accuracy:.0%} right, log-probabilities apart {apart:.1e}\n")

@@ -10,11 +10,12 @@ HTTP::
     POST /update_weights               {"update_info": {"weight_version", "base_version", "messages": {rank: [url]}}}
                                        the last one also with "digests": {rank: {name: digest}}
     POST /finish_weight_update         {"weight_version": "7"}
-    POST /pause?mode=keep, /resume, /generate; GET /status
+    POST /pause?mode=keep, /resume, /sleep, /wake_up, /generate; GET /status
 
 Each rank fetches its messages by itself (GET, safetensors) into a second copy of its weights, while the first serves.
 ``finish_weight_update`` has every rank digest what it got; if all agree, all change over. Whatever fails before, the
 version that serves goes on serving. Weights lie in files in memory, so that a rank that is killed comes back with them.
+``sleep`` gives up all weights (vLLM's level 2) and their memory; ``wake_up`` lets others come.
 """
 
 import argparse
@@ -51,7 +52,7 @@ class Front:
     def __init__(self, folder, config, tp, dtype):
         self.folder, self.config, self.tp, self.dtype = folder, config, tp, dtype
         self.state = {"copy": 0, "version": None}  # changed at one place, when all ranks have agreed
-        self.open, self.epoch, self.active = threading.Event(), 0, False
+        self.open, self.epoch, self.active, self.asleep = threading.Event(), 0, False, False
         self.open.set()
         self.locks = {"serving": threading.Lock(), "updating": threading.Lock()}
         self.context = multiprocessing.get_context("forkserver")
@@ -98,6 +99,8 @@ class Front:
         self.ask("updating", "init", body["init_info"])
 
     def start_weight_update(self, _body):
+        if self.asleep:
+            raise RankError("the engine sleeps; wake_up comes first")
         self.ask("updating", "start", {})  # what an earlier one has left is dropped
         self.active = True
         return {"weight_version": self.state["version"]}
@@ -127,6 +130,15 @@ class Front:
     def resume(self, _body):
         self.open.set()
 
+    def sleep(self, _body):
+        self.asleep, self.active = True, False
+        self.state = {"copy": 0, "version": None}
+        for way in ("serving", "updating"):  # whatever is under way there has ended then
+            self.ask(way, "drop", self.state)
+
+    def wake_up(self, _body):
+        self.asleep = False
+
     # What it serves.
 
     def generate(self, body):
@@ -137,6 +149,8 @@ class Front:
 
     def served(self, verb, body):
         self.open.wait()
+        if self.asleep:
+            raise RankError("the engine sleeps; wake_up comes first")
         try:
             return self.ask("serving", verb, body | {"epoch": self.epoch})[0]
         except RankError:  # a rank had died, and was begun anew: once more
@@ -147,6 +161,8 @@ class Front:
         return {
             "weight_version": self.state["version"],
             "paused": not self.open.is_set(),
+            "asleep": self.asleep,
+            "held_bytes": sum(path.stat().st_blocks * 512 for path in self.folder.glob("*.[ab]")),
             "pids": [one["process"].pid for one in self.ranks],
             "ranks": ranks,
         }

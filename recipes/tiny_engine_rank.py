@@ -71,10 +71,13 @@ class Copy:
         size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
         with path.open("a+b") as file:
             file.truncate(size)
-            pages = mmap.mmap(file.fileno(), size)
-        self.flat = torch.frombuffer(pages, dtype=dtype)
+            self.pages = mmap.mmap(file.fileno(), size)
+        self.flat = torch.frombuffer(self.pages, dtype=dtype)
         parts = self.flat.split([math.prod(shape) for shape in shapes.values()])
         self.tensors = {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+
+    def drop(self):
+        self.pages.madvise(mmap.MADV_REMOVE)  # the file has no memory then, and zeros where it is read
 
 
 class Receiver:
@@ -151,6 +154,11 @@ class Receiver:
 
     def swap(self, state):
         self.current, self.version = state["copy"], state["version"]
+
+    def drop(self, state):
+        self.swap(state)
+        for copy in self.copies:
+            copy.drop()
 
 
 def digest(tensor):
@@ -261,6 +269,8 @@ def work(rank, folder, config, tp, dtype, state, serving, updating):
         if verb == "status":
             held = sum(copy.flat.nbytes for copy in receiver.copies) + receiver.peak
             return {"version": receiver.version, "received": receiver.received, "peak_bytes": held}
+        if verb == "drop":
+            return receiver.drop(asked)
         if tp > 1 and group != [asked["epoch"]]:  # another rank has come anew
             if group:
                 dist.destroy_process_group()

@@ -31,12 +31,12 @@ RECIPES = [
     ("hf_trainer.py", [], 9, 2),
     ("hf_accelerate.py", [], 18, 2),
     ("hf_peft.py", [], 9, 2),
-    ("rl_miniature.py", [], 0, 2),
 ]
 """Files, arguments, lines that tell of a step, and ranks; the first is run by `make test`, too."""
 
 ENGINE = ("tiny_engine.py", "tiny_engine_rank.py")
-"""What `rl_miniature.py` starts: they lie beside it."""
+DRIVERS = {"cluster.py": (), "rl_miniature.py": ("hf_models.py", *ENGINE)}
+"""Programs that drive a run, and what of the recipes lies beside them."""
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,7 @@ def run(python, folder, *words, timeout=200):
 
 
 def under_torchrun(python, folder, recipe, *words, nproc=2):
-    for file in (recipe, *(ENGINE if recipe == "rl_miniature.py" else ())):
-        shutil.copy(ROOT / "recipes" / file, folder)
+    shutil.copy(ROOT / "recipes" / recipe, folder)
     started = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", "--no-python"]
     return run(python, folder, *started, str(python), "-I", recipe, *words)
 
@@ -102,14 +101,18 @@ def test_a_recipe_runs_alone_under_torchrun(clean, tmp_path, recipe, words, line
 
 
 @pytest.mark.sweep
-def test_the_programs_that_drive_a_run_run_alone(clean, tmp_path):
-    shutil.copy(ROOT / "recipes" / "cluster.py", tmp_path)
-    said = run(clean, tmp_path, "cluster.py")
+@pytest.mark.parametrize(
+    ("recipe", "begins", "lines"), [("cluster.py", "done", 5), ("rl_miniature.py", "published", 6)]
+)
+def test_the_programs_that_drive_a_run_run_alone(clean, tmp_path, recipe, begins, lines):
+    for file in (recipe, *DRIVERS[recipe]):
+        shutil.copy(ROOT / "recipes" / file, tmp_path)
+    said = run(clean, tmp_path, recipe)
 
-    assert [line.split()[0] for line in said.splitlines()] == ["done"] * 5
+    assert [line.split()[0] for line in said.splitlines()] == [begins] * lines
 
 
 def test_every_recipe_is_among_them():
     there = {path.name for path in (ROOT / "recipes").glob("*.py")}
 
-    assert {file for file, *_ in RECIPES} | {"cluster.py", *ENGINE} == there
+    assert {file for file, *_ in RECIPES} | {*DRIVERS, *ENGINE} == there

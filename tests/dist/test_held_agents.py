@@ -13,8 +13,8 @@ from tests.cli import environment
 from tests.dist.test_crossing_runs import place, steps_of
 
 import dynatrain
-from dynatrain.app.handle import NotDoneError
 from dynatrain.app.mistake import MistakeError
+from dynatrain.observe.asked import NotDoneError
 from dynatrain.observe.run import RunFolder
 
 assert place  # a fixture

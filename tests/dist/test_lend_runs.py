@@ -10,9 +10,9 @@ from tests.cli import dynatrain
 from tests.dist.test_crossing_runs import BATCH, SEED, SEQUENCE, place, steps_of, training, until
 
 import dynatrain as library
-from dynatrain.app.handle import NotDoneError
 from dynatrain.data.order import batch_ids
 from dynatrain.data.prepare import open_samples
+from dynatrain.observe.asked import NotDoneError
 from dynatrain.observe.log import Tail
 
 assert place  # a fixture

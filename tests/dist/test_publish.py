@@ -267,3 +267,34 @@ def test_changes_of_one_percent_are_sent_in_less_than_five_and_are_the_same_bits
     assert 0 < one.nbytes + calls < 0.05 * full.nbytes
     assert 0 < two.nbytes < 0.05 * full.nbytes
     assert again.nbytes == pytest.approx(full.nbytes, rel=0.01)
+
+
+def test_an_engine_that_sleeps_holds_no_weights_and_takes_none_before_it_is_woken(served):
+    def work(world):
+        to, told = target(served), []
+
+        def alone(*calls):
+            dist.barrier()
+            if world.rank == 0:
+                told.extend(ask(served, *call) if isinstance(call, tuple) else call() for call in calls)
+            dist.barrier()
+
+        def publish(sw, step):
+            if step == 0:
+                return sw.publish(to).wait().base
+            alone(("sleep",), ("status",))
+            with pytest.raises(PublishError, match="the engine sleeps; wake_up comes first"):
+                sw.publish(to, changes=True).wait()
+            alone(("wake_up",))
+            base = sw.publish(to, changes=True).wait().base
+            alone(lambda: ask(served, "score", tokens=TOKENS), ("status",))
+            return base
+
+        return *run(world, 2, publish, tour=("fsdp2",)), told
+
+    (_, bases, (_, asleep, _, scores, awake)), (_, others, _) = everywhere(2, work)
+
+    assert bases == others == [None, None]  # all is sent again: what was there is gone
+    assert (asleep["weight_version"], asleep["held_bytes"]) == (None, 0)
+    assert (awake["weight_version"], awake["held_bytes"] > 0) == (1, True)
+    assert len(scores["log_probabilities"][0]) == len(TOKENS[0]) - 1

@@ -48,4 +48,4 @@ def test_the_page_of_publishing_opens_with_the_loop_that_the_tests_run():
     code = (ROOT / "recipes" / "rl_miniature.py").read_text(encoding="utf-8")
     loop = page.split("```python\n")[1].split("```")[0]
     assert loop.startswith("def learn(")
-    assert f"\n\n\n{loop}\n\nif __name__" in code
+    assert f"\n\n\n{loop}\n\ndef main(" in code

@@ -321,3 +321,12 @@ def test_a_crossing_that_is_open_when_the_agent_ends_is_answered_and_closed(clus
     assert cluster.answer("a") == Answer(outcome="aborted", message=said)
     stages = [event["stage"] for event in Tail(cluster.run.events).new() if event["kind"] == "crossing"]
     assert stages == ["coming", *["asked"] * asked, "undone"]
+
+
+def test_the_step_that_other_members_were_asked_for_goes_with_the_question_to_the_ranks(cluster) -> None:
+    grown(cluster)
+    cluster.ask("b", verb="lend", leave=[3], at=40)
+    for _ in range(3):
+        cluster.tick()
+
+    assert cluster.asked()["arguments"] == {"layout": "dp3", "members": [0, 2, 1], "generation": 2, "at": 40}

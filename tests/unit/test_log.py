@@ -65,7 +65,7 @@ def test_lines_of_several_writers_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_the_table_of_kinds_is_complete_and_others_are_refused(tmp_path: Path) -> None:
-    table = set(re.findall(r"^``(\w+)``", module.__doc__, re.MULTILINE)) | {"step", "validation"}
+    table = set(re.findall(r"^``(\w+)``", module.__doc__, re.MULTILINE)) | {"step", "validation", "loop"}
     assert table == KINDS
     with Log(tmp_path / "x", generation=0, attempt=0) as log, pytest.raises(LookupError, match="table"):
         log.write("nonsense")

@@ -8,7 +8,6 @@ import pytest
 
 import dynatrain
 from dynatrain.app.commands import drain
-from dynatrain.app.handle import NotDoneError
 from dynatrain.app.main import main
 from dynatrain.app.mistake import MistakeError
 from dynatrain.app.predicted import predict, seconds_of
@@ -19,6 +18,7 @@ from dynatrain.config.load import load_config
 from dynatrain.config.run import Switch
 from dynatrain.config.toml import to_toml
 from dynatrain.layout.form import LayoutError
+from dynatrain.observe.asked import NotDoneError
 from dynatrain.observe.log import Log
 from dynatrain.observe.requests import Answer
 from dynatrain.observe.run import RunFolder

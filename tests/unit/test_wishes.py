@@ -1,6 +1,9 @@
 """What is asked of a job, in the order in which it can be begun."""
 
+import json
 import re
+import threading
+import time
 
 import pytest
 from torch.distributed import HashStore
@@ -64,3 +67,52 @@ def test_a_wish_for_a_later_step_holds_up_nothing_until_then():
 def test_a_schedule_that_cannot_be_kept_is_refused(schedule, inside, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         Wishes(Board(HashStore(), 1), schedule, "keep", inside=inside)
+
+
+def crossing(board, at, name="lent"):
+    """As the agent puts up what the loop has asked it for."""
+    told = {"layout": "fsdp2", "members": [0, 1], "generation": 1, "at": at}
+    return board.publish(json.dumps({"id": name, "verb": "lend", "arguments": told}))
+
+
+def test_other_members_from_a_step_on_are_asked_for_two_steps_before_it_and_hold_up_nothing_until_then():
+    board = Board(HashStore(), 1)
+    wishes = Wishes(board, {}, "keep", every=4)
+    crossing(board, 11)
+
+    found = {step: [(order.verb, order.at) for order in wishes.due(step)] for step in range(12)}
+
+    assert {step: taken for step, taken in found.items() if taken} == {
+        2: [("save", 4)],
+        6: [("save", 8)],
+        9: [("lend", 11)],
+        10: [("save", 12)],
+    }
+
+
+def test_what_is_still_with_the_agent_is_waited_for_at_the_last_edge_and_at_none_before():
+    board = Board(HashStore(), 1)
+    wishes = Wishes(board, {}, "keep")
+    wishes.expect("lent", 9, lambda: False, 60.0)
+    assert [*wishes.due(6)] == []
+    later = threading.Timer(0.1, crossing, (board, 9))
+    later.start()
+
+    assert [(order.verb, order.at, order.members) for order in wishes.due(7)] == [("lend", 9, (0, 1))]
+
+    later.join()
+    began = time.monotonic()
+    assert [*wishes.due(8)] == []
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(("answered", "patience"), [(True, 60.0), (False, 0.05)], ids=["answered", "never"])
+def test_what_the_agent_refuses_or_never_puts_up_is_waited_for_no_longer(answered, patience):
+    wishes = Wishes(Board(HashStore(), 1), {}, "keep")
+    wishes.expect("lent", 9, lambda: answered, patience)
+    began = time.monotonic()
+
+    assert [*wishes.due(7)] == []
+    assert [*wishes.due(8)] == []
+
+    assert time.monotonic() - began < 30

@@ -7,25 +7,9 @@ from typing import Any
 from dynatrain.app.ask import CODES, ask
 from dynatrain.app.mistake import MistakeError
 from dynatrain.app.runs import RunWorld, find_run
+from dynatrain.observe.asked import NotDoneError
 from dynatrain.observe.requests import Answer
 from dynatrain.observe.run import RunFolder
-
-
-class NotDoneError(RuntimeError):
-    """What was asked for did not happen; the run goes on as before, unless the answer says that it has ended.
-
-    Attributes:
-        verb: what was asked for.
-        answer: the run's.
-    """
-
-    def __init__(self, verb: str, answer: Answer) -> None:
-        super().__init__(verb, answer)  # as it was made: it may be sent to another process
-        self.verb, self.answer = verb, answer
-
-    def __str__(self) -> str:
-        """For people."""
-        return f"{self.verb}: {self.answer.outcome}{f', {self.answer.message}' if self.answer.message else ''}"
 
 
 class RunHandle:

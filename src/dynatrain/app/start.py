@@ -32,6 +32,8 @@ from dynatrain.space.run_check import CheckedRun, check_run, tokenizer_of
 
 ENTRY = "dynatrain.train.rank:main"
 """What each rank runs."""
+LOOP_ENTRY = "dynatrain.train.own_loop:entry"
+"""What makes that of a loop of the user's own."""
 
 
 def start(
@@ -83,7 +85,7 @@ def start(
         share(size, place)
     agent = partial(
         run_agent,
-        entry=entry,
+        entry=entry_of(config, entry),
         world_size=size,
         device=config.device,
         grace_seconds=grace_of(config),
@@ -130,6 +132,11 @@ def _advice(config: RunConfig, nodes: int) -> tuple[str, ...]:
     return ("[save] every = 0: should the agent that leads be lost, the others go on from the last save, or anew",)
 
 
+def entry_of(config: RunConfig, entry: str) -> str:
+    """What each rank of a run runs: ``entry``, or the loop that the configuration names."""
+    return f"{LOOP_ENTRY} {config.loop}" if config.loop else entry
+
+
 def grace_of(config: RunConfig) -> float:
     """Seconds that ranks have after SIGTERM."""
     return config.save.grace_seconds if config.save.at_end else 0.0
@@ -141,7 +148,9 @@ def anywhere(config: RunConfig) -> RunConfig:
     if model.config not in PRESETS and exists(user_path(model.config)):
         model = model.model_copy(update={"config": str(user_path(model.config).absolute())})
     paths = tuple(str(user_path(path).absolute()) for path in data.paths)
-    return config.model_copy(update={"model": model, "data": data.model_copy(update={"paths": paths})})
+    path, colon, name = config.loop.rpartition(":")
+    loop = f"{user_path(path).absolute()}:{name}" if colon else config.loop
+    return config.model_copy(update={"model": model, "data": data.model_copy(update={"paths": paths}), "loop": loop})
 
 
 def refuse_unnamed(name: str, environment: Mapping[str, str]) -> None:
@@ -177,7 +186,7 @@ def make(
         then: writes more into the folder, before it has its name.
     """
     config = checked.config
-    tokenizer = tokenizer_for(config, checked.shape)
+    tokenizer = None if config.loop else tokenizer_for(config, checked.shape)
     if model is not None:
         own = config.model.model_copy(update={"config": str(path.absolute() / OWN_MODEL)})
         config = config.model_copy(update={"model": own})
@@ -195,10 +204,11 @@ def make(
             shutil.copyfile(model, run.path / OWN_MODEL)
         if tokenizer is not None:
             copy_tokenizer(tokenizer, run.path)
-        prepare(request, run.path)
-        open_samples(run.path, config.data.sequence)
-        if config.validation.every:
-            open_validation(run.path, config.data.sequence)
+        if not config.loop:  # whose data are its own
+            prepare(request, run.path)
+            open_samples(run.path, config.data.sequence)
+            if config.validation.every:
+                open_validation(run.path, config.data.sequence)
         then(run)
 
     return RunFolder.create(path, config=own_toml(config, path), environment=environment(), fill=fill)

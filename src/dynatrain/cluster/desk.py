@@ -66,7 +66,8 @@ class Desk:
 
     def ask(self, request: Request, arguments: dict[str, object]) -> int:
         """Put a request for other members up, with what was made of it; gives the number under which it is."""
-        number = self._board.publish(json.dumps({**json.loads(request.to_json()), "arguments": arguments}))
+        promised = {"at": request.arguments["at"]} if "at" in request.arguments else {}
+        number = self._board.publish(json.dumps({**json.loads(request.to_json()), "arguments": arguments | promised}))
         self._open[number] = request
         self._asked[number] = None
         return number

@@ -173,25 +173,29 @@ def load(entry: str) -> Entry:
     """Import what ranks run, and torch, and make sure that the process can be forked.
 
     Args:
-        entry: ``package.module:function``.
+        entry: ``package.module:function``; or with a text behind it, of which the function makes what ranks run.
 
     Raises:
         NotForkableError: the import has started threads or CUDA.
     """
-    module, _, name = entry.partition(":")
+    where, _, given = entry.partition(" ")
+    module, _, name = where.partition(":")
     gc.disable()  # what an import makes stays: looking through it again and again is a fifth of the time
-    function: Entry = getattr(importlib.import_module(module), name)
+    found = getattr(importlib.import_module(module), name)
+    function: Entry = found(given) if given else found
     import torch  # noqa: PLC0415 - here, so that the agent's messages need no torch
 
     torch.set_num_threads(1)
     threads = [path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
     if len(threads) != 1:
         raise NotForkableError(
-            f"Importing {module} starts {len(threads) - 1} thread(s) ({', '.join(threads[1:])}); ranks are forked from "
-            "a process with one. Start threads inside the entry function."
+            f"Importing {given or module} starts {len(threads) - 1} thread(s) ({', '.join(threads[1:])}); ranks are "
+            "forked from a process with one. Start threads inside the entry function."
         )
     if torch.cuda.is_initialized():
-        raise NotForkableError(f"Importing {module} initialises CUDA; use CUDA only inside the entry function.")
+        raise NotForkableError(
+            f"Importing {given or module} initialises CUDA; use CUDA only inside the entry function."
+        )
     gc.enable()
     gc.collect()
     gc.freeze()  # what is shared with the ranks stays shared: the collector would write into its pages

@@ -63,7 +63,7 @@ def run_agent(
     Args:
         run: the run's folder.
         entry: ``package.module:function``; called in each rank with its
-            :class:`~dynatrain.cluster.context.RankContext`.
+            :class:`~dynatrain.cluster.context.RankContext`. See :func:`dynatrain.cluster.forkserver.load`.
         world_size: ranks of all nodes together.
         device: ``auto``, ``cpu`` or ``cuda``.
         liveness_seconds: a rank without a sign of life for longer is lost.

@@ -59,6 +59,8 @@ def take_seat(context: RankContext) -> Iterator[Seat]:
             world_size=context.world_size,
             generation=context.generation,
             joins=context.joins,
+            folder=context.folder,
+            attempt=context.attempt,
             alarm=Alarm(run, joins=context.joins, notice=context.liveness_seconds + NOTICE_SECONDS),
         )
         worlds.say_node(context.node)

@@ -28,7 +28,7 @@ class Spawner:
     The main thread, because the kernel ties the server's life to the thread that starts it.
 
     Args:
-        entry: ``package.module:function`` that ranks run.
+        entry: what ranks run: see :func:`dynatrain.cluster.forkserver.load`.
         log: file for what the server prints.
     """
 

@@ -10,6 +10,7 @@ from torch.distributed import PrefixStore, Store
 
 from dynatrain.cluster.alarm import Alarm
 from dynatrain.cluster.board import Board
+from dynatrain.observe.run import RunFolder
 
 COMMIT = "crossing/commit"
 """Topic of the question by which a crossing is committed; its decision has ``abort`` in it where it was not."""
@@ -65,6 +66,8 @@ class Worlds:
         generation: of that world.
         joins: whether that world is yet to come, and this process a newcomer.
         alarm: rings when members are lost; None where that ends the run.
+        folder: of the run, in which its agent is asked for things; None where it has none.
+        attempt: number of the run's agent.
     """
 
     run: Store
@@ -75,6 +78,8 @@ class Worlds:
     generation: int = 0
     joins: bool = False
     alarm: Alarm | None = None
+    folder: RunFolder | None = None
+    attempt: int = 0
 
     @property
     def requests(self) -> Board:

@@ -222,6 +222,10 @@ class RunConfig(Section):
     """Optimizer steps of the whole run."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of initial weights, dropout and sample order."""
+    loop: str = ""
+    """A loop of your own, FILE.py:FUNCTION, that each rank runs in place of the one here: FUNCTION(run). Of [model] the
+    config.json says which layouts there can be; [data], [batch], [optimizer], [precision], [blocks] and [validation]
+    mean nothing then."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where ranks compute; auto takes GPUs where there are any."""
     world: World = World()

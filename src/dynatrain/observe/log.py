@@ -41,7 +41,8 @@ place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
 ``switch``          ``switch, phase, ...``: one line for each phase of a switch, then one with its outcome
 ==================  =========================================================================================
 
-The kinds of ``metrics.jsonl`` are ``step`` and ``validation``; their fields belong to the training loop.
+The kinds of ``metrics.jsonl`` are ``step`` and ``validation``, whose fields belong to the training loop, and ``loop``:
+``step``, ``layout``, and what a loop of the user's own notes.
 """
 
 import errno
@@ -91,6 +92,7 @@ KINDS = frozenset(
         "switch",
         "step",
         "validation",
+        "loop",
     }
 )
 """All kinds of lines; the table above says what each tells."""

@@ -34,8 +34,14 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
         "nodes": "a list of nodes",
         "mode": "a text",
     },
-    "lend": {"size": "a number from 1", "layout": "a text", "leave": "a list of ranks", "mode": "a text"},
-    "reclaim": {"layout": "a text", "mode": "a text"},
+    "lend": {
+        "size": "a number from 1",
+        "layout": "a text",
+        "leave": "a list of ranks",
+        "mode": "a text",
+        "at": "a number from 1",
+    },
+    "reclaim": {"layout": "a text", "mode": "a text", "at": "a number from 1"},
     "park": {},
     "unpark": {},
     "save": {},
@@ -98,7 +104,7 @@ class Request:
         verb: what to do: a key of :data:`ARGUMENTS`.
         arguments: of the verb, for example ``{"layout": "fsdp4"}``. Of ``scale``: ``size``, how many ranks there are to
             be; ``layout``, in which; ``leave``, which ranks leave, by their present numbers; ``nodes``, which hosts
-            leave, with their ranks and their agent.
+            leave, with their ranks and their agent. Of ``lend`` and ``reclaim`` also ``at``: first step in that world.
         by: who asks: ``cli``, ``schedule``, ``SIGINT``.
         deadline: seconds since 1970 after which it is no longer wanted; None for never.
     """

@@ -88,13 +88,14 @@ def check_run(config: RunConfig) -> CheckedRun:
     """
     problems = [*_batch_problems(config), *_schedule_problems(config), *_validation_problems(config)]
     problems += [*_blocks_problems(config), *_text_problems(config), *sizes_of(config).contradictions()]
+    problems += _loop_problems(config)
     shape = _shape(config, problems)
     texts = {"layout": config.layout}
     texts |= {f"switch.{i}.layout": switch.layout for i, switch in enumerate(config.switch)}
     parsed = {key: layout for key, text in texts.items() if (layout := _parsed(key, text, problems))}
     world_size = config.world.size or (parsed["layout"].world_size if "layout" in parsed else None)
     if shape:
-        problems += _data_problems(config, shape)
+        problems += [] if config.loop else _data_problems(config, shape)
         for key, layout in parsed.items():
             problems += _layout_problems(key, layout, shape, config, world_size)
     if not problems and world_size and (problem := sizes_of(config).problem(world_size)):
@@ -162,6 +163,8 @@ def _layout_problems(
 
 def _given(config: RunConfig) -> dict[str, Any]:
     """What a run, its model and its world apart, says to the rules of layouts."""
+    if config.loop:  # whose batches and sequences are its own
+        return {"num_microbatches": None, "sequence": None, "schedule": config.pipeline.schedule}
     micro_batches, rest = divmod(config.batch.global_sequences, config.batch.micro_sequences)
     return {
         "num_microbatches": None if rest else micro_batches,
@@ -214,9 +217,21 @@ def _blocks_problems(config: RunConfig) -> list[str]:
     return [f"{seen}: of a compiled block the compiler itself chooses what is kept; nearest: 'none' or 'full'"]
 
 
+def _loop_problems(config: RunConfig) -> list[str]:
+    path, colon, name = config.loop.rpartition(":")
+    if not config.loop or (colon and name.isidentifier() and user_path(path).is_file()):
+        return []
+    seen = f"there is no file {path}" if colon and name.isidentifier() else "it names no function"
+    return [f"loop = {config.loop!r}: {seen}; FILE.py:FUNCTION, for example train.py:main"]
+
+
 def _text_problems(config: RunConfig) -> list[str]:
     """Paths that a config.toml cannot hold."""
-    texts = [("model.config", config.model.config), *(("data.paths", path) for path in config.data.paths)]
+    texts = [
+        ("loop", config.loop),
+        ("model.config", config.model.config),
+        *(("data.paths", path) for path in config.data.paths),
+    ]
     rule = "is not UTF-8, and cannot be written down; nearest: a link to it under another name"
     return [f"{key} = {value!r}: {rule}" for key, value in texts if value != value.encode(errors="replace").decode()]
 

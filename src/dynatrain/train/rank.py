@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from dynatrain.train.saving import Saves
 from dynatrain.train.switcher import Switcher
 from dynatrain.train.trainer import Job, StepResult, Trainer
 from dynatrain.train.validation import Validation, ValidationResult
+from dynatrain.train.world import Build
 
 
 class NotSavedError(RuntimeError):
@@ -52,6 +54,16 @@ They are a function of seed and step anyhow: :func:`dynatrain.data.order.batch_i
 
 def main(context: RankContext) -> None:
     """The rank's entry function."""
+    take_part(context, _train)
+
+
+def take_part(context: RankContext, train: Callable[[Seat, CheckedRun, torch.device], Switcher]) -> None:
+    """A rank's way into its run and out of it.
+
+    Args:
+        context: its place.
+        train: trains, as long as this rank is in its world; returns what it has trained with.
+    """
     torch.set_num_threads(1)
     # DTensor and FSDP2 warn at every new module of what they do on purpose here; said once in the docs, not per step.
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
@@ -73,9 +85,8 @@ def main(context: RankContext) -> None:
                 world_size=context.world_size,
                 timeout=timedelta(minutes=30),
             )
-        samples = samples_of(checked, context.folder.path)
         try:
-            switcher = _train(seat, checked, samples, device)
+            switcher = train(seat, checked, device)
         except NotAdmittedError as refused:
             with Log(context.folder.events, generation=context.generation, attempt=context.attempt) as log:
                 log.write("not_admitted", member=context.member, reason=str(refused))
@@ -86,29 +97,18 @@ def main(context: RankContext) -> None:
         raise SystemExit(SAVED)
 
 
-def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.device) -> Switcher:
+def _train(seat: Seat, checked: CheckedRun, device: torch.device) -> Switcher:
     """Train to the end of the run, to its stop, or as long as this rank is in its world."""
     context, config = seat.context, checked.config
+    samples = samples_of(checked, context.folder.path)
     job = job_of(checked)
-    recorder = Recorder(
-        context.folder,
-        seat.worlds.board(),
-        rank=context.rank,
-        generation=context.generation,
-        attempt=context.attempt,
-        rates=None if context.joins else _rates(context, device),
-        global_sequences=config.batch.global_sequences,
+    recorder = recorder_of(seat, device, global_sequences=config.batch.global_sequences)
+    switcher, progress = begin(
+        *(seat, checked, device, recorder, job.build),
+        state={"schedule": job.scheduler},
+        initial=job.initial,
+        names=canonical_name,
     )
-    progress = _Progress(seat)
-    switcher = _switcher(seat, checked, job, device, recorder, progress)
-    progress.layout = lambda: print_layout(switcher.layout)
-    if not context.joins:
-        # Decided once: a rank that looked a moment later could find another.
-        found, _ = newest(context.folder.checkpoints)
-        if start := seat.board.decide("resume", found.name if found else ""):
-            step = switcher.load(context.folder.checkpoints / start)
-            recorder.loaded(step, start, switcher.layout)
-        progress.begin()
     with Log(context.folder.metrics, generation=context.generation, attempt=context.attempt) as log:
 
         def after_step(result: StepResult) -> None:
@@ -139,17 +139,69 @@ def _train(seat: Seat, checked: CheckedRun, samples: Samples, device: torch.devi
         trainer = Trainer(job, samples, switcher, after_step, validation=validation, after_validation=after_validation)
         while True:
             trainer.run(config.steps)
-            if switcher.left:  # the others train on, and meet without this one
-                return switcher
-            if switcher.stopped:
+            save_end(switcher, config)
+            # Where the others train on, they meet without this one.
+            if switcher.left or switcher.stopped or switcher.meet():
                 break
-            if config.save.at_end:
-                switcher.save_now()
-            if switcher.meet():
-                break
-    if switcher.unsaved:
-        raise NotSavedError(f"step {switcher.step}, the last one, is not saved: {switcher.unsaved}")
+    require_saved(switcher)
     return switcher
+
+
+def begin(
+    seat: Seat, checked: CheckedRun, device: torch.device, recorder: Recorder, build: Build, **of_the_job: Any
+) -> tuple[Switcher, "_Progress"]:
+    """What a rank trains with, at the step at which its run goes on; and what tells the agent of it.
+
+    Args:
+        seat: the rank's.
+        checked: the run.
+        device: where state lies.
+        recorder: keeps the books.
+        build: as of :class:`~dynatrain.train.switcher.Switcher`.
+        **of_the_job: likewise, what the run does not say.
+    """
+    context = seat.context
+    progress = _Progress(seat)
+    switcher = _switcher(seat, checked, device, recorder, progress, build, **of_the_job)
+    progress.layout = lambda: print_layout(switcher.layout)
+    if not context.joins:
+        # Decided once: a rank that looked a moment later could find another.
+        found, _ = newest(context.folder.checkpoints)
+        if start := seat.board.decide("resume", found.name if found else ""):
+            step = switcher.load(context.folder.checkpoints / start)
+            recorder.loaded(step, start, switcher.layout)
+        progress.begin()
+    return switcher, progress
+
+
+def save_end(switcher: Switcher, config: RunConfig) -> None:
+    """Behind the last step: save it, unless the run goes on without this rank, or was stopped."""
+    if config.save.at_end and not (switcher.left or switcher.stopped):
+        switcher.save_now()
+
+
+def require_saved(switcher: Switcher) -> None:
+    """The run ends: refuse to do so as if all were well.
+
+    Raises:
+        NotSavedError: its last step was to be saved, and is not.
+    """
+    if switcher.unsaved and not switcher.left:
+        raise NotSavedError(f"step {switcher.step}, the last one, is not saved: {switcher.unsaved}")
+
+
+def recorder_of(seat: Seat, device: torch.device, *, global_sequences: int = 0) -> Recorder:
+    """Keeps the books of the run; measures for them what the links and the memory can do."""
+    context = seat.context
+    return Recorder(
+        context.folder,
+        seat.worlds.board(),
+        rank=context.rank,
+        generation=context.generation,
+        attempt=context.attempt,
+        rates=None if context.joins else _rates(context, device),
+        global_sequences=global_sequences,
+    )
 
 
 def _rates(context: RankContext, device: torch.device) -> Rates:
@@ -157,15 +209,19 @@ def _rates(context: RankContext, device: torch.device) -> Rates:
 
 
 def _switcher(
-    seat: Seat, checked: CheckedRun, job: Job, device: torch.device, recorder: Recorder, progress: "_Progress"
+    seat: Seat,
+    checked: CheckedRun,
+    device: torch.device,
+    recorder: Recorder,
+    progress: "_Progress",
+    build: Build,
+    **of_the_job: Any,
 ) -> Switcher:
     context, config = seat.context, checked.config
     return Switcher(
-        job.build,
+        build,
+        **of_the_job,
         layout=print_layout(checked.layout),
-        state={"schedule": job.scheduler},
-        initial=job.initial,
-        names=canonical_name,
         mode=config.switching.mode,
         deadline=config.switching.deadline_seconds,
         budget=config.switching.budget_mib << 20,

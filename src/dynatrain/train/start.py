@@ -1,7 +1,8 @@
 """Where an order begins: told and asked at every step edge, until all ranks know it.
 
 A crossing begins at a step edge of the old world, agreed on by its ranks alone, on the crossing's board. None of them
-is ready before all newcomers have said there that they are warm; they are looked for at each edge, never waited for.
+is ready before all newcomers have said there that they are warm; they are looked for at each edge, and waited for at
+the last one before a step that was promised.
 """
 
 import time
@@ -11,6 +12,8 @@ from dynatrain.cluster.board import Go
 from dynatrain.train.attempt import STARVED, Attempt
 from dynatrain.train.order import Order
 from dynatrain.train.party import Party
+
+_POLL_SECONDS = 0.005
 
 _PENDING = (
     "gradients are pending at every edge: since each update a forward has run with gradients on, or a gradient was "
@@ -99,6 +102,7 @@ class Start:
         # it trains on, and its step needs this one.
         if attempt is not None and order.at >= 0 and due and edge > order.edge:
             attempt.join(party.deadline)
+            self._await_newcomers(attempt)
         if self._busy() or (attempt is not None and not attempt.prepared):
             return
         if attempt is not None and attempt.problem:
@@ -108,6 +112,12 @@ class Start:
         else:
             return
         self._told_at = time.monotonic()
+
+    def _await_newcomers(self, attempt: Attempt) -> None:
+        """Wait until they are warm; not for one that the agents know to be lost, nor longer than a phase may take."""
+        end = time.monotonic() + self._party.deadline
+        while attempt.way.cold() and self._board.go_edge(self._number) is None and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
 
     def _overdue(self) -> float:
         """Seconds that this rank has waited for others, or for its own thread, where that is too long; else 0."""

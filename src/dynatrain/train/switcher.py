@@ -50,6 +50,7 @@ from dynatrain.train.first import Initial, blank, first_world, hold, join, regis
 from dynatrain.train.handles import Handles
 from dynatrain.train.install import survey
 from dynatrain.train.keeping import Keeps
+from dynatrain.train.lends import Lends
 from dynatrain.train.loading import Rename, load
 from dynatrain.train.own_folder import recorder_in
 from dynatrain.train.parking import ParkedError, Parking
@@ -68,7 +69,7 @@ from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
 
 
-class Switcher(Asking, Survivable, Publishes, Handles):
+class Switcher(Asking, Survivable, Lends, Publishes, Handles):
     """Holds one training job's model and optimizer, and changes their layout while it trains.
 
     Needs an initialised default process group (torchrun, or dynatrain's own agent).

@@ -118,6 +118,11 @@ class Turns:
         if self._party.rank == 0:
             self._wishes.add(layout, mode=mode, at=at, after=after, by=by, verb=verb)
 
+    def expect(self, request_id: str, at: int, answered: Callable[[], bool]) -> None:
+        """See :meth:`~dynatrain.train.wishes.Wishes.expect`; all ranks may say it."""
+        if self._party.rank == 0:
+            self._wishes.expect(request_id, at, answered, self._party.deadline)
+
     def ask_save(self, *, by: str) -> None:
         """The loop wishes to be saved, which all ranks may say."""
         if self._party.rank == 0:

@@ -2,8 +2,9 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,8 @@ LEAD_STEPS = 2
 """A scheduled switch is announced that many steps before its step, so that it is built beside training."""
 
 _EDGES: Mapping[int, int] = MappingProxyType({})
+
+_POLL_SECONDS = 0.005
 
 
 def check_schedule(schedule: Mapping[int, str], inside: Mapping[int, int]) -> None:
@@ -38,6 +41,15 @@ def check_schedule(schedule: Mapping[int, str], inside: Mapping[int, int]) -> No
             problems.append(f"inside has {after} micro-batches at step {at}; nearest: 0, at the step's edge")
     if problems:
         raise ArgumentError("; ".join(problems))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Expected:
+    """A request that is still with the agent; fields as of :meth:`Wishes.expect`."""
+
+    at: int
+    answered: Callable[[], bool]
+    patience: float
 
 
 class Wishes:
@@ -69,6 +81,7 @@ class Wishes:
         self._asked: list[Order] = []
         self._interval: list[Order] = []  # one at most: a save that is overtaken by the next is left out
         self._seen = 0
+        self._expected: dict[str, _Expected] = {}
 
     def add(self, layout: str, *, mode: str, at: int, after: int, by: str, verb: str = "switch") -> None:
         """A wish of the loop itself. One for a later step is kept until then: one order is under way at a time."""
@@ -78,6 +91,20 @@ class Wishes:
     def add_save(self, *, by: str) -> None:
         """The loop wishes to be saved."""
         self._asked.append(Order(layout="", verb="save", by=by))
+
+    def expect(self, request_id: str, at: int, answered: Callable[[], bool], patience: float) -> None:
+        """The loop has asked the agent for other members from a step on: the queue is not looked into without that.
+
+        The agent puts it up here once newcomers are there, or answers it by itself. Training goes on meanwhile, up to
+        the edge at which the switch has to be announced.
+
+        Args:
+            request_id: of the request.
+            at: first step that is to be in that world.
+            answered: whether the agent has answered it.
+            patience: seconds to wait at that edge.
+        """
+        self._expected[request_id] = _Expected(at=at, answered=answered, patience=patience)
 
     def state(self) -> dict[str, Any]:
         """What is in the queue, as plain values: for the rank 0 of another world."""
@@ -112,19 +139,37 @@ class Wishes:
 
     def due(self, step: int) -> Iterator[Order]:
         """Take the wishes that could begin at ``step``, one by one, oldest first; take no more than can be begun."""
+        self._hear()
+        self._await(step)
         soon = [order for order in self._promised if order.at - LEAD_STEPS <= step]
         self._promised = [order for order in self._promised if order not in soon]
         self._asked += sorted(soon, key=lambda order: order.at)
         if self._every and self._next_save - LEAD_STEPS <= step:
             self._interval = [Order(layout="", verb="save", at=self._next_save, by="interval")]
             self._next_save = self._after(max(step, self._next_save))
+        while waiting := self._asked or self._saves_at(step):  # what somebody waits for goes first
+            yield waiting.pop(0)
+
+    def _hear(self) -> None:
+        """Take what has been put up since the last time."""
         for number in range(self._seen, self._board.news()):
             text = self._board.read(number)
             if text is not None:
-                self._asked.append(self._order_of(json.loads(text), number))
+                order = self._order_of(json.loads(text), number)
+                (self._asked if order.at < 0 else self._promised).append(order)
+                self._expected.pop(order.request_id, None)
             self._seen = number + 1
-        while waiting := self._asked or self._saves_at(step):  # what somebody waits for goes first
-            yield waiting.pop(0)
+
+    def _await(self, step: int) -> None:
+        """Wait for what has to be begun now and is still with the agent; the other ranks wait in their next step."""
+        for request_id, expected in tuple(self._expected.items()):
+            if expected.at - LEAD_STEPS > step:
+                continue
+            end = time.monotonic() + expected.patience
+            while request_id in self._expected and not expected.answered() and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+                self._hear()
+            self._expected.pop(request_id, None)
 
     def _saves_at(self, step: int) -> list[Order]:
         """The save that is due by its interval, unless it would hold up a switch whose step was promised.
@@ -146,6 +191,7 @@ class Wishes:
             members=tuple(arguments.get("members", ())),
             generation=arguments.get("generation", -1),
             mode=arguments.get("mode", self._mode),
+            at=arguments.get("at", -1),
             verb=record["verb"],
             by=record.get("by", ""),
             request=number,

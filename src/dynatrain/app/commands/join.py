@@ -15,7 +15,7 @@ from dynatrain.app.prints import prints_of
 from dynatrain.app.resize import layout_of_size
 from dynatrain.app.resume import take_up
 from dynatrain.app.runs import config_of, find_run
-from dynatrain.app.start import ENTRY, grace_of
+from dynatrain.app.start import ENTRY, entry_of, grace_of
 from dynatrain.cluster.claim import Claim
 from dynatrain.cluster.launch import join_agent
 from dynatrain.observe.address import Address
@@ -76,7 +76,7 @@ def join(
     world = checked.config.world
     code = join_agent(
         folder,
-        ENTRY,
+        entry_of(checked.config, ENTRY),
         address,
         claim,
         grace_seconds=grace_of(checked.config),
