@@ -21,8 +21,8 @@ from dynatrain.train.trainer import Trainer
 
 PLACES = ("begin", "totals", "coupled", "updated")
 """Of a step: before its forward; before its last collective, behind it; behind its update. Others are phases of the
-crossing by which a loss before is mended, and ``connects``: all its members have come to make a group; ``parked``;
-``stopping``: about to save for that; and ``over``: behind the loop."""
+crossing by which a loss before is mended, ``connects``: all its members have come to make a group, and ``told``: it has
+also told its address; ``parked``; ``stopping``: about to save for that; and ``over``: behind the loop."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,20 @@ class Books(jobs.Books):
 
     def saved(self, saved):
         pass
+
+
+class Waiting(dist.Store):
+    """A store in which a member falls when it has told what it has to tell, and waits for the others."""
+
+    def __init__(self, store, plant):
+        super().__init__()
+        self.store, self.plant = store, plant
+
+    def set(self, key, value):
+        self.store.set(key, value)
+
+    def wait(self, *_):
+        self.plant.at(None, "told")
 
 
 @dataclass
@@ -202,10 +216,12 @@ def _patch(plant, sw, data):
         plant.at(None, "stopping")
         return save(self)
 
-    def planted_group(name, *given, **more):
+    def planted_group(name, members, me, backend, store, timeout):
         if not name.startswith("g0."):  # of the first world
             plant.at(None, "connects")
-        return named_group(name, *given, **more)
+            if any((fall.member, fall.place) == (plant.member, "told") for fall in plant.falls):
+                store = Waiting(store, plant)
+        return named_group(name, members, me, backend, store, timeout)
 
     trainer.step_totals, Trainer._step, groups.named_group = planted_totals, planted_step, planted_group
     Course._save_now = planted_save

@@ -84,15 +84,17 @@ def test_who_falls_while_others_cross_is_lost_with_those_before(phase):
     assert found[1]["losses"][-1][1] == (3, 0)
 
 
-def test_who_falls_between_coming_to_a_group_and_connecting_leaves_nobody_waiting_inside_the_store():
+@pytest.mark.parametrize(("place", "member"), [("connects", 1), pytest.param("told", 0, marks=SWEPT)])
+def test_who_falls_between_coming_to_a_group_and_connecting_leaves_nobody_waiting_for_it(place, member):
     case = case_of(3, shape=SHALLOW)
-    falls = (Fall(2, 1, "totals", "dp2", (0, 1)), Fall(1, 1, "connects", "dp1", (0,)))
+    other = 1 - member
+    falls = (Fall(2, 1, "totals", "dp2", (0, 1)), Fall(member, 1, place, "dp1", (other,)))
     losses, visits = jobs.expected(case)
 
     found = survive(case, "dp3", 3, falls, visits)
 
     check(case, falls, found, losses)
-    assert found[0]["losses"][-1][1] == (2, 1)
+    assert found[other]["losses"][-1][1] == (2, member)
 
 
 def test_who_falls_before_anybody_has_made_a_step_costs_none():
