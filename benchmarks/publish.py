@@ -82,17 +82,17 @@ def train(arguments, store, rank, url):
 
 
 def alone(trainer, seconds, steps):
-    """Train some steps; seconds of each, and the processor's seconds of all."""
+    """Train some steps; seconds of each, of all with what is between them, and the processor's seconds of all."""
     seconds.clear()
-    worked = time.process_time()
+    began, worked = time.perf_counter(), time.process_time()
     trainer.run(trainer.switcher.step + steps)
-    return [*seconds], time.process_time() - worked
+    return [*seconds], time.perf_counter() - began, time.process_time() - worked
 
 
 def beside(trainer, sw, target, seconds, *, changes):
     """Steps alone, steps until a publish has ended, and steps alone again."""
     sw.publish(target, changes=changes).wait() if changes else None  # what changes are changes of
-    before, work = alone(trainer, seconds, STEADY)
+    before = alone(trainer, seconds, STEADY)
     dist.barrier()
     seconds.clear()
     began, worked = time.perf_counter(), time.process_time()
@@ -105,12 +105,12 @@ def beside(trainer, sw, target, seconds, *, changes):
             break
     took, worked, steps = time.perf_counter() - began, time.process_time() - worked, [*seconds]
     done = publishing.wait()
-    after, more = alone(trainer, seconds, STEADY)
-    step, work = statistics.mean([*before, *after]), (work + more) / (2 * STEADY)
+    single, whole, work = (one + other for one, other in zip(before, alone(trainer, seconds, STEADY), strict=True))
+    step, work = whole / len(single), work / len(single)
     return {
         "step": step,
         "cost_percent": 100 * (took / (len(steps) * step) - 1),
-        "median_percent": 100 * (statistics.median(steps) / statistics.median([*before, *after]) - 1),
+        "median_percent": 100 * (statistics.median(steps) / statistics.median(single) - 1),
         "work_percent": 100 * (worked / (len(steps) * work) - 1),
         "steps": len(steps),
         "publish": done.seconds,
@@ -181,8 +181,8 @@ def main():
     arguments.out.write_text(json.dumps(given | {"rows": made}, indent=1) + "\n", encoding="utf-8")
     for row in made:
         cost = (
-            f"cost {row['cost_percent']:+.1f} % (median {row['median_percent']:+.1f} %, work {row['work_percent']:+.1f} %) "
-            f"over {row['steps']} steps"
+            f"cost {row['cost_percent']:+.1f} %, median {row['median_percent']:+.1f} %, "
+            f"work {row['work_percent']:+.1f} % over {row['steps']} steps"
         )
         memory = f"memory {row['measured_mib']:.1f} of {row['predicted_mib']:.1f} MiB"
         print(
