@@ -138,16 +138,21 @@ class Wishes:
 
     def due(self, step: int) -> Iterator[Order]:
         """Take the wishes that could begin at ``step``, one by one, oldest first; take no more than can be begun."""
-        self._hear()
-        self._await(step)
-        soon = [order for order in self._promised if order.at - LEAD_STEPS <= step]
-        self._promised = [order for order in self._promised if order not in soon]
-        self._asked += sorted(soon, key=lambda order: order.at)
+        self._take_promised(step)
         if self._every and self._next_save - LEAD_STEPS <= step:
             self._interval = [Order(layout="", verb="save", at=self._next_save, by="interval")]
             self._next_save = self._after(max(step, self._next_save))
+        self._hear()
+        self._await(step)
+        self._take_promised(step)  # of what has just come
         while waiting := self._asked or self._saves_at(step):  # what somebody waits for goes first
             yield waiting.pop(0)
+
+    def _take_promised(self, step: int) -> None:
+        """What was promised for a later step, and has to be begun now, is asked for like all else."""
+        soon = [order for order in self._promised if order.at - LEAD_STEPS <= step]
+        self._promised = [order for order in self._promised if order not in soon]
+        self._asked += sorted(soon, key=lambda order: order.at)
 
     def _hear(self) -> None:
         """Take what has been put up since the last time."""
