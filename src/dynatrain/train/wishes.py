@@ -181,7 +181,8 @@ class Wishes:
         One order is under way at a time. Such a save comes behind the switch.
         """
         begins = max([step + LEAD_STEPS, *(order.at for order in self._interval)])
-        return [] if any(order.at - LEAD_STEPS <= begins for order in self._promised) else self._interval
+        promised = [one.at for one in (*self._promised, *self._expected.values())]
+        return [] if any(at - LEAD_STEPS <= begins for at in promised) else self._interval
 
     def answer(self, order: Order, outcome: str, message: str, switch: int | None = None) -> None:
         """Tell whoever asked what became of it."""
