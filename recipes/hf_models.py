@@ -18,7 +18,14 @@ from dynatrain import Switcher
 from dynatrain.layout.text import print_layout
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 STEPS, BATCH, LENGTH, VOCAB = 9, 8, 10, 48
@@ -28,7 +35,13 @@ EXPERTS = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok":
 
 
 def make_llama():
-    return LlamaForCausalLM(LlamaConfig(intermediate_size=24, tie_word_embeddings=True, **GROUPED))
+    """From a config that says bfloat16, as those of checkpoints do.
+
+    With a dtype that is the default: ``from_config`` makes its own the default of the whole process meanwhile, and
+    later layouts are built beside training.
+    """
+    config = LlamaConfig(intermediate_size=24, tie_word_embeddings=True, dtype="bfloat16", **GROUPED)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
 
 
 def make_qwen3_moe():

@@ -15,7 +15,7 @@ from dynatrain.space.box import volume, whole, within
 from dynatrain.space.decoder import catalogue
 from dynatrain.space.ownership import declared
 from dynatrain.train import trainer
-from dynatrain.train.groups import GroupPool, building
+from dynatrain.train.groups import Connections, GroupPool, building
 from dynatrain.train.live import entries
 from dynatrain.train.torch_private import local_tensor
 from dynatrain.train.world import World
@@ -24,7 +24,11 @@ from dynatrain.train.world import World
 def groups_of(world):
     """A pool for all layouts of one session of ranks."""
     return GroupPool(
-        dist.PrefixStore("groups", world.store), rank=world.rank, world="g0", backend="gloo", timeout_seconds=60
+        Connections(dist.PrefixStore("groups", world.store)),
+        rank=world.rank,
+        world="g0",
+        backend="gloo",
+        timeout_seconds=60,
     )
 
 

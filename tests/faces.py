@@ -1,7 +1,9 @@
 """A model with all that a loop may set behind build, builds that are wrong in one way each, and what a loop sets."""
 
 import contextlib
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from tests.dist.foreign import whole
 from torch import nn
@@ -14,7 +16,7 @@ DTYPES = ("complex64", "complex128", "uint16", "uint64", "float8_e4m3fn", "float
 
 
 class Face(nn.Module):
-    """Dropout, a flag of a data-dependent initialisation, a frozen layer, and buffers of rare types."""
+    """Dropout, a flag of a data-dependent initialisation, a config, a frozen layer, and buffers of rare types."""
 
     def __init__(self):
         super().__init__()
@@ -23,6 +25,8 @@ class Face(nn.Module):
         self.frozen = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)).requires_grad_(requires_grad=False)
         self.out = nn.Linear(8, 6)
         self.ready = False
+        self.sizes, self.config = (1, 1), SimpleNamespace(aux=False, layers=[1])
+        self.inside.config = self.config
         for name in DTYPES:
             self.register_buffer(name, torch.arange(6.0).to(getattr(torch, name)))
 
@@ -84,6 +88,24 @@ def draws(mesh, layout):
     return build_with()(mesh, layout)
 
 
+def in_16_bits_for_a_while(mesh, layout):
+    """As ``AutoModel.from_config(config)`` does where the config says so."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return build_with(lambda net, _: net.float())(mesh, layout)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def at_high_precision(mesh, layout):
+    """What stays set from the first build on, and what a thread has for itself, is no trap."""
+    torch.set_float32_matmul_precision("high")
+    torch.set_default_dtype(torch.get_default_dtype())
+    torch.set_grad_enabled(True)
+    return build_with()(mesh, layout)
+
+
 class Attribute(nn.Linear):
     """A tensor that is neither parameter nor buffer."""
 
@@ -106,7 +128,8 @@ def facts(sw):
     return {
         "training": [module.training for module in net.modules()],
         "p": (net.drop.p, net.frozen[1].p),
-        "flags": (net.ready, net.note, net.inside.mark),
+        "flags": (net.ready, net.note, net.inside.mark, net.sizes),
+        "config": (vars(net.config), net.inside.config is net.config),
         "marks": {name: (p.requires_grad, getattr(p, "shared", "")) for name, p in net.named_parameters()},
         "buffers": {name: whole(buffer.view(torch.uint8)) for name, buffer in net.named_buffers()},
     }
@@ -115,7 +138,9 @@ def facts(sw):
 def set_up(net):
     """Everything that a loop may set behind build, and no tensor holds."""
     net.frozen.eval()
-    net.drop.p = 0.5
+    net.drop.p = np.float64(0.5)  # as hyperparameter searches have them
+    net.sizes, net.config.aux = (2, 2), True
+    net.config.layers.append(2)
     net.note, net.inside.mark = "late", 3
     net.out.weight.shared = "all"
     net.inside.bias.requires_grad_(requires_grad=False)  # behind a step, so that AdamW has moments of it
@@ -137,3 +162,23 @@ def hook_the_reduction(net):
 
 def count_it_otherwise(net):
     net.ways = 5
+
+
+class Counting(torch.optim.Optimizer):
+    """Adam's way to correct its bias, by a count of steps that is a plain number on the optimizer."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+        self.t = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):  # noqa: ARG002 - the face of optimizers
+        self.t += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        state["exp_avg"] = torch.zeros_like(param)
+                    state["exp_avg"].lerp_(param.grad, 0.1)
+                    param.sub_(state["exp_avg"] / (1 - 0.9**self.t), alpha=group["lr"])

@@ -15,12 +15,13 @@ from dynatrain.cluster.alarm import Alarm, put_up
 from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
 from dynatrain.cluster.summons import Summons
 from dynatrain.cluster.worlds import COMMIT, Worlds, crossing_board
-from dynatrain.train import trainer
+from dynatrain.train import groups, trainer
 from dynatrain.train.trainer import Trainer
 
 PLACES = ("begin", "totals", "coupled", "updated")
 """Of a step: before its forward; before its last collective, behind it; behind its update. Others are phases of the
-crossing by which a loss before is mended."""
+crossing by which a loss before is mended, and ``connects``: all its members have come to make a group; ``parked``; and
+``over``: behind the loop."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +167,24 @@ def _train(world, case, layout, size, falls, visits, beside, more):
         found["began"].append(time.monotonic())
         beside(sw, result.step, found)
 
-    Trainer(job, data, sw, after).run(case.steps)
+    loop = Trainer(job, data, sw, after)
+    while True:
+        loop.run(case.steps)
+        if sw.left or sw.stopped:
+            break
+        plant.at(None, "over")
+        if "saves" in more:
+            sw.save_now()
+        if sw.meet():
+            break
+    if visits and not sw.left:
+        found["end"] = distance(sw.world, sw.rank, visits[sw.step - 1])
+    found |= {"step": sw.step, "stopped": sw.stopped, "saved": sw.saved}
     return found | {"left": sw.left, "switches": books.switches, "losses": books.losses, "kept": books.kept_steps}
 
 
 def _patch(plant, sw, data):
-    totals, step = trainer.step_totals, Trainer._step
+    totals, step, named_group = trainer.step_totals, Trainer._step, groups.named_group
 
     def planted_totals(*given, **more):
         plant.at(sw.step, "totals")
@@ -184,4 +197,9 @@ def _patch(plant, sw, data):
         plant.at(number, "begin")
         step(self, number)
 
-    trainer.step_totals, Trainer._step = planted_totals, planted_step
+    def planted_group(name, *given, **more):
+        if not name.startswith("g0."):  # of the first world
+            plant.at(None, "connects")
+        return named_group(name, *given, **more)
+
+    trainer.step_totals, Trainer._step, groups.named_group = planted_totals, planted_step, planted_group

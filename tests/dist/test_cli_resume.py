@@ -26,7 +26,7 @@ from dynatrain.observe.run import RunFolder
 from dynatrain.space.hf_config import written_config
 
 MAIN = str(ROOT / "tests" / "dist" / "cli_main.py")
-STEPS, BATCH, SEQUENCE, SEED = 40, 4, 32, 3
+STEPS, BATCH, SEQUENCE, SEED = 72, 4, 32, 3
 CONFIG = f"""
 layout = "fsdp2"
 steps = {STEPS}
@@ -135,6 +135,9 @@ def test_a_run_goes_on_after_sigterm_and_after_a_kill_as_if_nothing_had_been(pla
 
     with training(place, "cut", "--layout", "fsdp2.tp2") as (process, run):
         until(lambda: steps_of(run)[-1]["step"] > stopped + 1, process)
+        said = dynatrain("prepare", "cut", "pp2.tp2", cwd=place)
+        assert (said.code, said.out.startswith("cut: done, pp2.tp2 is ready and holds up to ")) == (0, True)
+        assert "; pp2.tp2 is ready, " in dynatrain("status", "cut", cwd=place).out
         for verb, arguments in (("save", {}), ("switch", {"layout": "pp2.tp2"}), ("save", {})):
             submit(run.requests, Request(id=new_id(), verb=verb, arguments=arguments))
         until(lambda: {"pp2.tp2"} == {Manifest.read(p).layout for p in checkpoints(run.checkpoints)[-1:]}, process)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 from tests.cli import ROOT, dynatrain, environment
-from tests.dist.paced import PACE
+from tests.dist.paced import CLING, PACE
 
 from dynatrain.app.runs import RunWorld
 from dynatrain.data.order import batch_ids
@@ -118,6 +118,31 @@ def test_a_run_grows_shrinks_and_loses_its_rank_0_and_its_numbers_are_those_of_a
     books = [json.loads((run.switch(number) / "certificate.json").read_text()) for number in (1, 2)]
     assert [book["outcome"] for book in books] == ["committed"] * 2
     assert all(book["lost_seconds"] is not None and book["lost_seconds"] < 60 for book in books), books
+
+
+def test_a_run_grows_in_a_moment_however_often_and_however_those_before_have_left(place):
+    (place / "run.toml").write_text(CONFIG.replace('layout = "fsdp2"', 'layout = "dp2.fsdp2"'))
+    with training(place, "swings", **{CLING: "1"}) as (process, run):
+        until(lambda: len(steps_of(run)) > 3, process)
+        for size in (2, 4, 2, 4):
+            scaled = dynatrain("scale", "swings", str(size), cwd=place)
+            assert scaled.code == 0, scaled
+            made = len(steps_of(run))
+            until(lambda before=made: len(steps_of(run)) > before + 3, process)
+        assert dynatrain("stop", "swings", cwd=place).code == 0
+        process.communicate(timeout=60)
+        assert process.returncode == 75
+    events = Tail(run.events).new()
+    stages = [event for event in events if event["kind"] == "crossing"]
+    came = {event["world"]: event for event in stages if event["stage"] == "coming"}
+    done = {event["world"]: event["time"] for event in stages if event["stage"] == "done"}
+    took = {world: at - came[world]["time"] for world, at in done.items()}
+    assert [came[world]["members"] for world in (1, 2, 3, 4)] == [[0, 1], [0, 1, 4, 5], [0, 1], [0, 1, 6, 7]]
+    sys.stdout.write(f"seconds of each change: {[round(seconds, 2) for seconds in took.values()]}\n")
+    assert max(took[2], took[4]) < 3.0
+    killed = [event["member"] for event in events if event["kind"] == "overdue"]
+    assert sorted(killed) == [2, 3, 4, 5]  # they were there until then, on the places of those that came
+    assert [line["step"] for line in steps_of(run)] == list(range(len(steps_of(run))))
 
 
 def test_hosts_come_and_go_and_the_numbers_are_those_of_a_run_left_alone(place):

@@ -109,9 +109,11 @@ class Loop(Member):
                 self.sw.optimizer.step()
                 self.sw.optimizer.zero_grad()
                 self.sw.state["schedule"].step()
+                self.sw.optimizer.counted = getattr(self.sw.optimizer, "counted", 0) + 1
                 self.scaler.streak += 1
                 rate = self.sw.optimizer.param_groups[0]["lr"]
-                self.found["told"].append((step, self.sw.generation, rate, self.scaler.streak, self.sw.model.runs))
+                counts = (self.scaler.streak, self.sw.model.runs, self.sw.optimizer.counted)
+                self.found["told"].append((step, self.sw.generation, rate, *counts))
                 self.note()
                 self.go_on()
         return self.found | {"switches": self.books.switches}
@@ -123,7 +125,7 @@ def test_what_is_no_tensor_comes_to_newcomers_of_a_loop_of_ones_own():
     told = [{one[0]: one for one in result["told"]} for result in found]
     assert {one[1] for one in told[0].values()} == {0, 1}
     for step, one in told[0].items():
-        assert one == (step, one[1], 0.1 * 0.5 ** (step + 1), 3 + step + 1, step + 1)
+        assert one == (step, one[1], 0.1 * 0.5 ** (step + 1), 3 + step + 1, step + 1, step + 1)
         assert all(other[step] == one for other in told if step in other)
     assert all(result["switches"][0][0] == "committed" for result in found)
     assert {step for step, one in told[0].items() if one[1]} == told[2].keys() == told[3].keys()

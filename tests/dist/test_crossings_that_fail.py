@@ -2,10 +2,14 @@
 
 import os
 import signal
+import threading
+import time
 from dataclasses import dataclass
 
 import pytest
-from tests.crossings import SHALLOW, DoneError, Member, Stop, case_of, travel
+from tests.crossings import SHALLOW, STEPS_EACH, DoneError, Member, Stop, case_of, travel
+
+from dynatrain.train import groups
 
 OLD = (0, 1)
 PLACES = (("build", -1), ("warm", -1), ("quiesce", -1), ("received", 0), ("bound", None), ("check", -1), ("commit", -1))
@@ -74,6 +78,33 @@ class Undisturbed(Member):
         pass
 
 
+class Forsaken(Member):
+    """A member of a world whose first newcomer falls when it has come to make a group, and has not connected."""
+
+    def __init__(self, world, *given, **more):
+        if world.rank == len(OLD):
+            groups.named_group = lambda *_: self.fall()
+        super().__init__(world, *given, **more)
+        if world.rank == 0:
+            threading.Thread(target=self.watch, daemon=True).start()
+
+    def fall(self):
+        self.worlds.requests.post("fell", "")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch(self):
+        """What the newcomer's agent does."""
+        while self.worlds.requests.peek("fell") is None:
+            time.sleep(0.01)
+        self.worlds.crossing(1, len(OLD) + 1).give_up(1, "planted: the newcomer is lost")
+
+    def go_on(self):
+        if self.sw.generation == len(OLD):
+            raise DoneError
+        if self.in_world >= STEPS_EACH:
+            self.ask(1 + len(self.books.switches))
+
+
 def check(faults, found, alone):
     for member in OLD:
         result, reference = found[member], alone[member]
@@ -93,6 +124,19 @@ def check(faults, found, alone):
             assert "did not come to make a group" in str(newcomer)  # an agent would not have let it wait so long
             continue
         assert newcomer is None if fault.dies and fault.holder == len(OLD) else "refused" in newcomer, (fault, newcomer)
+
+
+def test_who_falls_between_coming_to_a_group_and_connecting_does_not_hold_up_the_next_crossing():
+    stops = (Stop("fsdp2", OLD), Stop("fsdp3", (*OLD, 2)), Stop("fsdp3", (*OLD, 3)))
+
+    found = travel(case_of(20, shape=SHALLOW), stops, (), 60, member=Forsaken, deadline=15.0)
+
+    assert found[2] is None
+    for member in OLD:
+        told = [switch[:2] for switch in found[member]["switches"]]
+        assert told[0] == ("aborted", "planted: the newcomer is lost")
+        assert told[1] == ("committed", "")
+    assert {*found[3]["generations"]} == {2}
 
 
 @pytest.mark.sweep

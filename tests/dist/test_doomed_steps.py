@@ -75,8 +75,15 @@ def seeded(world):
     torch.manual_seed(world.rank)
 
 
-@pytest.mark.parametrize("mode", ["keep", "tight"])
-@pytest.mark.parametrize("event", ["check", "commit"])
+@pytest.mark.parametrize(
+    ("event", "mode"),
+    [
+        ("check", "tight"),
+        ("commit", "keep"),
+        pytest.param("check", "keep", marks=pytest.mark.sweep),
+        pytest.param("commit", "tight", marks=pytest.mark.sweep),
+    ],
+)
 def test_a_step_that_is_taken_back_changes_nothing_and_comes_again_on_the_old_objects(mode, event):
     def work(world):
         seeded(world)

@@ -9,11 +9,13 @@ from tests.faces import (
     DTYPES,
     Attribute,
     Half,
+    at_high_precision,
     build_with,
     count_it_otherwise,
     draws,
     facts,
     hook_the_reduction,
+    in_16_bits_for_a_while,
     on_an_axis_of_its_own,
     put_a_main_grad,
     put_a_tensor,
@@ -37,6 +39,11 @@ AT_START = {
     "a mesh in another order": (reversed_mesh, "fsdp2", ["weight: axis fsdp", "at place", "mesh that build is given"]),
     "a build that seeds": (seeds, "fsdp2", ["build seeds", "on meta", "Seed before Switcher"]),
     "a build that draws": (draws, "fsdp2", ["draws from", "random streams"]),
+    "a build in 16 bits": (
+        in_16_bits_for_a_while,
+        "fsdp2",
+        ["default dtype to torch.bfloat16 for a while", "all threads", "dtype=torch.get_default_dtype()"],
+    ),
     "a plain tensor": (build_with(make=Attribute), "fsdp2", ["freqs: plain tensors", "register buffers"]),
     "an unknown type": (build_with(make=Half), "fsdp2", ["table: buffer has dtype complex32", "float8_e4m3fn"]),
     "of no layout": (
@@ -58,6 +65,7 @@ def test_a_foreign_model_that_would_be_switched_wrongly_is_refused_at_the_start(
         }
         own = build_with(axes=("fsdp",))
         said["own"] = refused(lambda: switcher(world, own, "dp2", name="own", data_parallel="own"))
+        said["precision"] = refused(lambda: switcher(world, at_high_precision, "fsdp2", name="precision"))
         torch.manual_seed(5)
         switcher(world, build_with(), "dp2", name="streams").close()
         drawn = torch.rand(1)
@@ -66,7 +74,7 @@ def test_a_foreign_model_that_would_be_switched_wrongly_is_refused_at_the_start(
 
     for said, undrawn in everywhere(2, work):
         assert {n: said[n] for n, (*_, words) in AT_START.items() if not all(w in said[n] for w in words)} == {}
-        assert said["own"] == ""
+        assert said["own"] == said["precision"] == ""
         assert undrawn
 
 
@@ -97,7 +105,6 @@ def test_what_a_loop_has_set_since_build_holds_in_the_next_layouts():
         before, grads = facts(sw), gradients(sw)
         for layout in ("fsdp2", "dp2"):
             sw.request(layout)
-            sw.world.forwards.seen = False  # of gradients that were looked at and thrown away
             until_ended(sw, books)
         after, then = facts(sw), gradients(sw)
         equal = {name: torch.equal(value, after["buffers"][name]) for name, value in before.pop("buffers").items()}

@@ -1,5 +1,6 @@
 """Ranks that are lost without warning: the others go on, and the run is the one that lost nobody, to 1e-12."""
 
+import json
 import signal
 
 import pytest
@@ -7,7 +8,7 @@ from tests import jobs
 from tests.crossings import SHALLOW, case_of
 from tests.survivors import Fall, survive
 
-from dynatrain.observe.checkpoints import MANIFEST, checkpoint_name
+from dynatrain.observe.checkpoints import MANIFEST, checkpoint_name, usable
 from dynatrain.train.keeping import Keeps
 from dynatrain.train.saving import Saves
 
@@ -81,6 +82,90 @@ def test_who_falls_while_others_cross_is_lost_with_those_before(phase):
     check(case, falls, found, losses)
     assert [outcome for outcome, *_ in found[1]["switches"]][-1:] == ["committed"]
     assert found[1]["losses"][-1][1] == (3, 0)
+
+
+def test_who_falls_between_coming_to_a_group_and_connecting_leaves_nobody_waiting_inside_the_store():
+    case = case_of(3, shape=SHALLOW)
+    falls = (Fall(2, 1, "totals", "dp2", (0, 1)), Fall(1, 1, "connects", "dp1", (0,)))
+    losses, visits = jobs.expected(case)
+
+    found = survive(case, "dp3", 3, falls, visits)
+
+    check(case, falls, found, losses)
+    assert found[0]["losses"][-1][1] == (2, 1)
+
+
+def test_who_falls_before_anybody_has_made_a_step_costs_none():
+    case = case_of(2, shape=SHALLOW)
+    falls = (Fall(2, 0, "begin", "dp2", (0, 1)),)
+    losses, visits = jobs.expected(case)
+
+    check(case, falls, survive(case, "dp3", 3, falls, visits), losses)
+
+
+def test_who_falls_behind_the_last_step_is_lost_and_the_others_save_it(tmp_path):
+    case = case_of(2, shape=SHALLOW)
+    falls = (Fall(2, 1, "over", "dp2", (0, 1)),)
+    losses, visits = jobs.expected(case)
+
+    found = survive(case, "dp3", 3, falls, visits, saves=Saves(root=tmp_path))
+
+    check(case, falls, found, losses)
+    assert [found[member]["saved"] for member in (0, 1)] == [2, 2]
+    assert usable(tmp_path / checkpoint_name(2))
+
+
+@pytest.mark.sweep
+def test_where_what_falls_behind_the_last_step_has_no_copy_the_steps_since_the_checkpoint_are_made_again(tmp_path):
+    case = case_of(7, shape=SHALLOW)
+    falls = (Fall(1, 6, "over", "dp1", (0,)),)
+    losses, visits = jobs.expected(case)
+
+    found = survive(case, "fsdp2", 2, falls, visits, saves=Saves(root=tmp_path, every=5))
+
+    check(case, falls, found, losses, back=2)
+    assert (found[0]["losses"][0][2]["files"], found[0]["saved"]) == (5, 7)
+
+
+def park(sw, step, _found):
+    """Behind the first step, rank 0 is asked to park."""
+    if (sw.rank, step) == (0, 0):
+        sw._party.requests.publish(json.dumps({"verb": "park", "by": "test", "arguments": {}}))
+
+
+def test_who_falls_while_the_run_is_parked_is_lost_and_the_others_stop_saved(tmp_path):
+    case = case_of(30, shape=SHALLOW)
+    falls = (Fall(2, 0, "parked", "dp2", (0, 1)),)
+    _, visits = jobs.expected(case)
+
+    found = survive(case, "dp3", 3, falls, visits, beside=park, saves=Saves(root=tmp_path))
+
+    for member in (0, 1):
+        assert isinstance(found[member], dict), found
+        step = found[member]["step"]
+        assert (found[member]["stopped"], found[member]["saved"]) == (True, step)
+        assert max(found[member]["end"].values()) <= LIMIT
+        assert usable(tmp_path / checkpoint_name(step))
+
+
+def test_a_parked_run_that_is_not_saved_says_so_at_once_where_somebody_falls():
+    case = case_of(30, shape=SHALLOW)
+
+    found = survive(case, "dp2", 2, (Fall(1, 0, "parked", "dp1", (0,)),), (), beside=park)
+
+    said = "MendError: rank 1 was planted to fall; and the state of those that are left is parked, in a run that is not"
+    assert said in str(found[0])
+
+
+def test_who_falls_in_the_midst_of_a_tight_switch_ends_the_run_at_once_and_is_named():
+    case = case_of(30, shape=SHALLOW)
+    ask = lambda sw, step, _found: sw.request("fsdp3", mode="tight") if step == 0 else None  # noqa: E731
+
+    found = survive(case, "dp3", 3, (Fall(2, 0, "agreed", "dp2", (0, 1)),), (), 60, beside=ask, round_bytes=1 << 14)
+
+    for member in (0, 1):
+        assert "SwitchFailedError" in str(found[member])
+        assert "rank 2 was planted to fall" in str(found[member])
 
 
 def test_what_nobody_else_has_comes_from_its_keeper_and_the_steps_since_are_done_again():

@@ -17,7 +17,7 @@ from tests.shapes import small_shape
 from dynatrain.execute import message as messages
 from dynatrain.execute.serve import MessageServer
 from dynatrain.train.publisher import EngineTarget
-from dynatrain.train.publishing import PublishError
+from dynatrain.train.publishing import PublishError, Publishing
 from dynatrain.train.snapshot import Snapshot
 from dynatrain.train.torch_private import local_tensor
 from dynatrain.train.trainer import Trainer
@@ -126,7 +126,7 @@ class Fault:
             self.armed = False
             threading.Timer(0.05, os.kill, (self.pids[1], signal.SIGKILL)).start()
 
-    def plant(self, patch, world):
+    def plant(self, patch, world, params):
         self.armed = self.name == "killed"
         if self.armed:
             patch.setattr(MessageServer, "_send", functools.partialmethod(slow, MessageServer._send))
@@ -148,6 +148,16 @@ class Fault:
                 return made([one if i else zeroed(one) for i, one in enumerate(contents)], *given)
 
             patch.setattr("dynatrain.train.publishing.message", other)
+        elif self.name == "written":
+            start = Publishing.start
+
+            def written_first(publishing):
+                with torch.no_grad():
+                    for param in params:
+                        param.mul_(0.5).mul_(2.0)
+                start(publishing)
+
+            patch.setattr(Publishing, "start", written_first)
         elif self.name == "lost":
             patch.setattr(MessageServer, "_send", half)
 
@@ -174,6 +184,7 @@ def zeroed(content):
         ("checksum", "checksum"),
         ("digest", "not what version"),
         ("lost", "IncompleteRead"),
+        ("written", "param was written between the step's edge and its optimizer.step()"),
         ("killed", "rank 1: has ended"),
     ],
 )
@@ -189,7 +200,7 @@ def test_what_goes_wrong_leaves_the_old_version_serving_and_training_going_on(se
                 return scores()
             if step == 1:
                 with monkeypatch.context() as patch:
-                    planted.plant(patch, world)
+                    planted.plant(patch, world, list(sw.model.parameters()))
                     with pytest.raises(PublishError) as caught:
                         sw.publish(to).wait()
                 said.append(str(caught.value))

@@ -221,7 +221,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("mode", ["keep", "tight"])
+@pytest.mark.parametrize("mode", [pytest.param("keep", marks=pytest.mark.sweep), "tight"])
 def test_there_and_back_moves_every_bit_and_nothing_of_the_padding(mode):
     def work(world):
         failing = [True]

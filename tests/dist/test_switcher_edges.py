@@ -48,7 +48,7 @@ def test_the_order_of_hand_overs_is_rank_0s_also_where_another_rank_would_find_a
     assert everywhere(2, work) == [["committed"]] * 2
 
 
-@pytest.mark.parametrize("mode", ["keep", "tight"])
+@pytest.mark.parametrize("mode", [pytest.param("keep", marks=pytest.mark.sweep), "tight"])
 def test_an_abort_waits_for_digests_that_are_still_taken_of_the_memory_that_it_frees(mode, monkeypatch):
     def work(world):
         books, own, slow = Books(), census.digest_within, [False]

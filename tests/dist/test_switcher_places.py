@@ -63,7 +63,7 @@ def each(sw):
             yield name, number, value
 
 
-@pytest.mark.parametrize("mode", ["keep", "tight"])
+@pytest.mark.parametrize("mode", [pytest.param("keep", marks=pytest.mark.sweep), "tight"])
 def test_each_element_lies_where_its_layout_says_in_every_mesh_order(mode):
     tour = ["fsdp2.tp2", "tp2.fsdp2", "tp4", "fsdp4", "fsdp2.tp2.order_0_2_1_3", "dp2.tp2", "dp4", "tp2.dp2", "fsdp4"]
 

@@ -56,6 +56,18 @@ def build_short(mesh, _layout):
     return net, torch.optim.AdamW(groups_of(net))
 
 
+def counted_in_state(net):
+    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer.state["global_step"] = 5
+    return optimizer
+
+
+def summed_on_itself(net):
+    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer.total = torch.zeros(())
+    return optimizer
+
+
 def counted_in_python(net):
     """An optimizer of a user's who has loaded a checkpoint of old, with its steps as Python numbers."""
     optimizer = torch.optim.AdamW(groups_of(net))
@@ -134,6 +146,14 @@ class Forgetful(Shadow):
         super().load_state_dict({**state, "shadow": {k: v for k, v in state["shadow"].items() if k != "out.bias"}})
 
 
+class Warmup(Scaler):
+    """A scheduler that is none of torch's."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        self.optimizer = optimizer
+
+
 class PerRank(Scaler):
     """Common state that is not."""
 
@@ -150,6 +170,14 @@ AT_START = {
     "a Python step": (
         {"build": with_optimizer(counted_in_python)},
         ["state step of out.weight is int; its schema says shape ()"],
+    ),
+    "state of no parameter": (
+        {"build": with_optimizer(counted_in_state)},
+        ["the optimizer's state has 'global_step' (int), which belongs to no parameter", "self.t = 0"],
+    ),
+    "a tensor on the optimizer": (
+        {"build": with_optimizer(summed_on_itself)},
+        ["total of optimizer AdamW: tensors on an optimizer itself", "meta", "state[param]"],
     ),
     "foreign parameters": (
         {"build": with_optimizer(lambda _net: torch.optim.AdamW([nn.Parameter(torch.zeros(3))]))},
@@ -192,6 +220,7 @@ REGISTERED = {
     "a forgetter": (lambda sw: Forgetful(sw.model, local=False), ["dropped shadow.out.bias"]),
     "whole averages": (lambda _sw: AveragedModel(Net().double()), ["module.inside.weight has shape (6, 5)"]),
     "a scheduler": (lambda sw: LambdaLR(sw.optimizer, lambda _: 1.0), ["belongs to the optimizer", "factory"]),
+    "another's scheduler": (lambda sw: Warmup(sw.optimizer), ["thing holds the optimizer (optimizer)", "a factory"]),
     "common state": (lambda _sw: PerRank(), ["the common state of thing", "ranks [1] differ from rank 0"]),
 }
 

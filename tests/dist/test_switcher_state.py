@@ -20,12 +20,18 @@ from tests.dist.foreign import (
     until_ended,
     whole,
 )
+from tests.faces import Counting
 from tests.ledgers import registered_groups
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
+
+from dynatrain.observe.checkpoints import newest
+from dynatrain.space.tensor import State
+from dynatrain.train.optimizers.schema import SCHEMAS
+from dynatrain.train.saving import Saves
 
 STEPS = 12
 
@@ -195,6 +201,43 @@ def test_a_third_moment_and_options_that_the_user_changed_go_along():
             torch.testing.assert_close(held[key], value, rtol=0, atol=1e-12)
 
 
+def test_a_count_on_the_optimizer_itself_goes_along_and_into_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setitem(SCHEMAS, Counting, lambda _group, param: momentum_of(param))
+
+    def build(mesh, layout):
+        net, _ = build_net(mesh, layout)
+        return net, Counting(groups_of(net))
+
+    def work(world, tour, *, until=9, path=None, saves=None):
+        sw = switcher(world, build, "fsdp2", schedule=tour, recorder=(books := Books()), saves=saves)
+        losses = [0.0] * (sw.load(path) if path else 0)
+        for step in sw.steps(until=until):
+            inputs, targets = batch(step, world.rank)
+            loss = functional.mse_loss(sw.model(inputs), targets)
+            loss.backward()
+            sw.optimizer.step()
+            sw.optimizer.zero_grad()
+            losses.append(loss.item())
+            dist.barrier()
+        if saves:
+            sw.save_now()
+        return losses, sw.optimizer.t, [end[1] for end in books.ends]
+
+    stayed = everywhere(2, lambda world: work(world, {}))
+    moved = everywhere(2, lambda world: work(world, {3: "dp2", 6: "fsdp2"}))
+    everywhere(2, lambda world: work(world, {}, until=4, saves=Saves(root=tmp_path, every=9)))
+    gone_on = everywhere(2, lambda world: work(world, {6: "dp2"}, path=newest(tmp_path)[0]))
+    for (expected, _, _), (losses, t, ends), (rest, last, _) in zip(stayed, moved, gone_on, strict=True):
+        assert ends == ["committed", "committed"]
+        assert (t, last) == (9, 9)
+        assert losses == pytest.approx(expected, rel=0, abs=1e-12)
+        assert rest[4:] == pytest.approx(expected[4:], rel=0, abs=1e-12)
+
+
+def momentum_of(param):
+    return (State("exp_avg", str(param.dtype).removeprefix("torch.")),)
+
+
 def test_counters_keep_their_form_and_share_no_memory():
     def work(world):
         books = Books()
@@ -289,7 +332,11 @@ def test_handles_from_before_a_switch_fail_with_their_names():
         uses = {
             "model part": lambda: model(inputs),
             "the optimizer": optimizer.step,
+            "the optimizer and its groups": lambda: optimizer.param_groups[0].update(lr=0.1),
+            "the optimizer as a dict": optimizer.state_dict,
             "lr": schedule.step,
+            "model part 0 of a validation": model.eval,
+            "model part 0 of a save": model.state_dict,
             "blocks.0.0.weight": lambda: weight + 1,
             "blocks.0.0.weight of a DTensor": weight.full_tensor,
             "its shard": weight.to_local,

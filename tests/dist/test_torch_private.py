@@ -3,6 +3,7 @@
 import inspect
 import threading
 import time
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -31,6 +32,7 @@ from dynatrain.train.torch_private import (
     process_groups,
     scheduled,
     set_buffer,
+    set_for_a_while,
     shard_of,
     sharing_decisions,
     swap_default,
@@ -172,6 +174,59 @@ def test_default_store():
         return heard, seconds < 0.7
 
     assert everywhere(1, work) == [(b"here", True)]
+
+
+def test_set_for_a_while():
+    bf16, usual = torch.bfloat16, torch.get_default_dtype()
+    try:
+        with set_for_a_while() as told:
+            torch.set_default_dtype(bf16)
+            torch.use_deterministic_algorithms(True)
+            torch.set_float32_matmul_precision("highest")
+            torch.use_deterministic_algorithms(False)
+            torch.set_default_dtype(usual)
+        assert told == ["default dtype to torch.bfloat16", "deterministic algorithms to True"]
+
+        with set_for_a_while() as told:  # what another thread sets is none of this one's
+            thread = threading.Thread(target=lambda: (torch.set_default_dtype(bf16), torch.set_default_dtype(usual)))
+            thread.start()
+            thread.join()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it is deprecated
+                torch.set_default_tensor_type(torch.DoubleTensor)  # and what stays is set but once
+        assert told == []
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def test_which_of_torchs_settings_are_one_for_all_threads():
+    """What ``build`` may set for a while in its thread, and what not."""
+
+    def elsewhere(act, look):
+        acted, looked = threading.Event(), threading.Event()
+        thread = threading.Thread(target=lambda: (act(), acted.set(), looked.wait(10)))
+        before = look()
+        thread.start()
+        assert acted.wait(10)
+        after = look()
+        looked.set()
+        thread.join()
+        return after != before
+
+    usual = torch.get_default_dtype()
+    try:
+        assert elsewhere(lambda: torch.set_default_dtype(torch.bfloat16), lambda: torch.zeros(1).dtype)
+        assert elsewhere(lambda: torch.use_deterministic_algorithms(True), torch.are_deterministic_algorithms_enabled)
+        assert elsewhere(lambda: torch.set_float32_matmul_precision("medium"), torch.get_float32_matmul_precision)
+    finally:
+        torch.set_default_dtype(usual)
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+    assert not elsewhere(lambda: torch.set_default_device("meta"), lambda: torch.zeros(1).device)
+    assert not elsewhere(lambda: torch.device("meta").__enter__(), lambda: torch.zeros(1).device)
+    assert not elsewhere(lambda: torch.set_grad_enabled(False), torch.is_grad_enabled)
+    assert not elsewhere(lambda: torch.autocast("cpu").__enter__(), lambda: torch.is_autocast_enabled("cpu"))
 
 
 def test_times_written():

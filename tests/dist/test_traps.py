@@ -27,7 +27,7 @@ from dynatrain.models.names import strip_wrappers
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import State
 from dynatrain.train import adopt, attempt, groups, live, parallel, pipeline, step, trainer
-from dynatrain.train.groups import GroupPool
+from dynatrain.train.groups import Connections, GroupPool
 from dynatrain.train.live import UnplacedTensorError, describe, entries
 from dynatrain.train.optimizer import OptimizerSettings
 from dynatrain.train.parallel import Precision
@@ -70,7 +70,7 @@ def test_the_table_names_tests_that_exist():
 
 def pool_of(world, generation):
     store = dist.PrefixStore("groups", world.store)
-    return GroupPool(store, rank=world.rank, world=f"g{generation}", backend="gloo", timeout_seconds=10)
+    return GroupPool(Connections(store), rank=world.rank, world=f"g{generation}", backend="gloo", timeout_seconds=10)
 
 
 def test_meshes_of_destroyed_groups_are_forgotten(monkeypatch):
@@ -161,12 +161,12 @@ def test_an_adopted_shard_stays_where_it_was_put(monkeypatch):
 @pytest.mark.parametrize(("rows", "layout"), [(11, "fsdp3.tp3"), (17, "fsdp4.tp2")])
 def test_uneven_shards_of_two_axes_lie_as_our_formula_says(monkeypatch, rows, layout):
     parsed = parse_layout(layout)
-    for wait in ("_meet", "_forget"):  # one process plays all ranks in turn: nobody comes to meet it
-        monkeypatch.setattr(GroupPool, wait, lambda *_: None)
+    for where, wait in ((GroupPool, "_meet"), (groups, "_forget")):  # one process plays all ranks: nobody comes
+        monkeypatch.setattr(where, wait, lambda *_: None)
 
     def of_rank(rank):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parsed.world_size)
-        pool = GroupPool(FakeStore(), rank=rank, world="g0", backend="fake", timeout_seconds=10)
+        pool = GroupPool(Connections(FakeStore()), rank=rank, world="g0", backend="fake", timeout_seconds=10)
         mesh = pool.mesh(parsed, "cpu")
         with torch.device("meta"):
             net = nn.Sequential(nn.Linear(2, rows, bias=False))

@@ -28,7 +28,7 @@ from dynatrain.space.ownership import declared, num_holders
 from dynatrain.space.tensor import ITEMSIZE
 
 WAYS = [("keep", False), ("tight", False), ("keep", True), ("tight", True)]
-few = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def all_parts(catalogue, old, new, schedule, **how):

@@ -55,6 +55,12 @@ def test_a_certificate_survives_its_text():
     assert check_certificate(record()) == ()
 
 
+def test_what_came_before_the_first_step_says_so_and_an_earlier_versions_record_is_read():
+    first = replace(GOOD, step=-1)
+    assert Certificate.from_json(first.to_json()) == first
+    assert check_certificate(record(schema=2)) == ()
+
+
 def test_the_record_has_the_fields_of_the_design_under_their_names():
     assert list(record()) == [
         "schema",
@@ -144,7 +150,8 @@ def test_a_record_without_a_field_is_refused_by_its_name(key):
         ({"outcome": "perhaps"}, "certificate.outcome is 'perhaps'"),
         ({"schema": 1}, "certificate.schema is 1"),
         ({"plan_hash": "xyz"}, "certificate.plan_hash is 'xyz'"),
-        ({"step": -1}, "certificate.step is -1"),
+        ({"step": -2}, "certificate.step is -2"),
+        ({"step": -1, "schema": 2}, "certificate.step is -1, which schema 2 has not"),
         ({"lost_seconds": -0.5}, "certificate.lost_seconds is -0.5"),
     ],
 )

@@ -109,14 +109,18 @@ def test_an_account_is_read_as_it_was_told_and_what_could_not_be_read_is_named()
         layout="dp1",
         common={"ema": {"taken": 3, "scale": torch.tensor(2.0)}},
         groups=[{"lr": 0.1, "params": ["a"]}],
+        optimizers={"optimizer Lion": {"t": 4}},
         streams=Streams.read(torch.device("cpu")).state(),
     )
     read = Account.from_text(account.to_text())
 
     assert (read.step, read.common, read.groups) == (4, account.common, account.groups)
+    assert read.optimizers == account.optimizers
     assert Streams.of(read.streams).same(Streams.of(account.streams))
     with pytest.raises(ValueError, match="the state of odd could not be read back"):
-        Account(step=0, layout="", common={"odd": {"thing": Wishes}}, groups=[], streams={}).require_readable()
+        Account(
+            step=0, layout="", common={"odd": {"thing": Wishes}}, groups=[], optimizers={}, streams={}
+        ).require_readable()
 
 
 def test_boards_of_worlds_that_are_over_are_forgotten():

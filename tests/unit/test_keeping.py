@@ -19,7 +19,7 @@ class Taking:
     """Stands for the work: done when the test says."""
 
     def __init__(self, _party, _world, note, *_):
-        self.note, self.done = note, False
+        self.note, self.done, self.refused = note, False, False
 
     def start(self):
         pass
@@ -29,6 +29,9 @@ class Taking:
 
     def give_up(self):
         pass
+
+    def refuse(self):
+        self.refused = self.done = True
 
     def end(self, *, whole=True):
         self.note.own_whole = self.note.wards_whole = whole
@@ -107,3 +110,15 @@ def test_one_that_never_gets_whole_is_the_last_and_the_one_before_stays(ranks):
     assert [[note.step for note in one.notes] for one in made] == [[0, 4]] * SIZE
     assert all(one.notes[0].whole for one in made)
     assert (1, 4) not in told
+
+
+def test_one_that_was_refused_is_dropped_on_all_and_the_next_is_begun_when_it_is_due(ranks):
+    made, _, told = ranks
+    for edge in range(20):
+        for one in made:
+            if one._under_way is not None:
+                one._under_way.refuse() if one.notes[-1].step == 4 else one._under_way.end()
+            one.edge(edge, edge)
+            assert edge not in range(5, 9) or [note.step for note in one.notes if note.whole] == [0]
+    assert [[note.step for note in one.notes] for one in made] == [[12, 16]] * SIZE
+    assert sorted(told) == [(rank, step) for rank in range(SIZE) for step in (0, 8, 12, 16)]

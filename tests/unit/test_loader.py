@@ -1,5 +1,6 @@
 """The loaders' cursor and shares, under a switcher that is only a layout and a step."""
 
+import random
 from itertools import chain
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ from dynatrain.data.order import batch_ids
 from dynatrain.layout.form import LayoutError
 from dynatrain.layout.text import parse_layout
 from dynatrain.train.loader import DatasetLoader, LoaderError, StreamLoader
+from dynatrain.train.sample_streams import SampleError
+from dynatrain.train.streams import Streams
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -30,13 +33,19 @@ class Numbers(torch.utils.data.Dataset):
 
 
 class Noise(torch.utils.data.Dataset):
-    """Every item is drawn."""
+    """Every item is its number, and a number of each process-wide stream."""
 
     def __len__(self):
         return 64
 
     def __getitem__(self, i):
-        return torch.rand(())
+        drawn = [float(torch.rand((), dtype=torch.float64)), np.random.rand(), random.random()]  # noqa: NPY002
+        return torch.tensor([i, *drawn], dtype=torch.float64)
+
+
+def streams():
+    """Where the process-wide streams stand."""
+    return Streams.read(torch.device("cpu"))
 
 
 class Counting:
@@ -158,20 +167,82 @@ def test_workers_persist_load_their_own_share_alone_and_survive_a_change_of_shar
 
 
 @apart
-def test_workers_draw_nothing_twice_on_no_rank_and_after_no_resume(at):
-    def drawn(layout, rank, state=None):
-        data = DatasetLoader(Noise(), global_batch=4, seed=1, num_workers=1)
-        if state:
-            data.load_state_dict(state)
-        found = [data.next(at(layout, step, rank)).tolist() for step in range(2)]
-        return list(chain(*found)), data.state_dict()
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_what_a_sample_draws_is_its_own_in_every_layout_in_workers_and_in_process_and_after_a_resume(at, workers):
+    dataset = Noise()
+    before = streams()
+    alone = DatasetLoader(dataset, global_batch=16, seed=1)
+    expected = [alone.next(at("dp1", step)).tolist() for step in range(10)]  # two epochs and a half
+    assert streams().same(before), "training's own streams"
+    of_sample = {}
+    for epoch, row in zip((4 * [0] + 4 * [1] + 2 * [2]), expected, strict=True):
+        for sample in row:
+            of_sample[epoch, sample[0]] = sample
+    assert len({number for sample in of_sample.values() for number in sample[1:]}) == 3 * len(of_sample), "none twice"
 
-    first, state = drawn("dp2", 0)
-    later, _ = drawn("dp2", 0, state)
-    other, _ = drawn("dp2", 1)
+    layouts = ("dp2.tp2", "dp2.tp2", "tp4", "dp4", "fsdp2.tp2", "pp4", "dp2.tp2", "dp2.fsdp2", "tp4", "dp4")
+    for rank in range(4):
+        data = DatasetLoader(dataset, global_batch=16, seed=1, num_workers=workers)
+        for step, layout in enumerate(layouts):
+            world = parse_layout(layout)
+            place = world.coordinates(rank)
+            share = slice(place.dp * world.size("fsdp") + place.fsdp, None, world.data_ranks)
+            if step == 6:
+                state = data.state_dict()
+                data = DatasetLoader(dataset, global_batch=16, seed=1, num_workers=workers)
+                data.load_state_dict(state)
+            assert data.next(at(layout, step, rank)).tolist() == expected[step][share]
+        assert workers or streams().same(before)
 
-    assert len({*first, *later, *other}) == 12
-    assert drawn("dp2", 0)[0] == first
+
+def test_other_seeds_draw_otherwise_and_datasets_that_give_lists_are_asked_for_one_sample_at_a_time(at):
+    class Listed(Noise):
+        asked = ()
+
+        def __getitems__(self, ids):
+            self.asked = (*self.asked, ids)
+            return [self[i] for i in ids]
+
+    class Columns(Noise):
+        def __getitems__(self, ids):
+            return {"id": ids}
+
+    one, other, listed = (
+        DatasetLoader(of, global_batch=4, seed=seed) for of, seed in ((Noise(), 1), (Noise(), 2), (Listed(), 1))
+    )
+    first = one.next(at("dp1", 0))
+    assert torch.equal(listed.next(at("dp1", 0)), first)
+    assert listed._loader.dataset.asked == tuple([int(i)] for i in first[:, 0])
+    drawn = {row[0]: row[1:] for step in range(16) for row in other.next(at("dp1", step)).tolist()}
+    assert all(drawn[row[0]] != row[1:] for row in first.tolist())
+    with pytest.raises(SampleError, match=r"Columns.__getitems__ gives dict for a list of one id"):
+        DatasetLoader(Columns(), global_batch=4).next(at("dp1", 0))
+
+
+@apart
+def test_a_worker_init_fn_finds_the_users_dataset_and_collate_draws_alike_on_tp_ranks_alone(at):
+    def name(_number):
+        torch.utils.data.get_worker_info().dataset.name = 7.0
+
+    class Named(Noise):
+        name = 0.0
+
+        def __getitem__(self, i):
+            return torch.tensor([i, self.name])
+
+    def collate(rows):
+        return [torch.stack(rows), float(torch.rand(()))]
+
+    taken = {}
+    for layout, rank in (("dp2.tp2", 0), ("dp2.tp2", 1), ("dp2.tp2", 2)):
+        data = DatasetLoader(
+            Named(), global_batch=4, num_workers=1, worker_init_fn=name, collate_fn=collate, prefetch_factor=1
+        )
+        data.next(at("tp4", 0, rank))
+        rows, drawn = data.next(at(layout, 1, rank))
+        assert rows[:, 1].tolist() == [7.0, 7.0]
+        taken[rank] = drawn
+    assert taken[0] == taken[1] != taken[2]
 
 
 def test_a_layout_that_cannot_share_the_batch_is_refused_with_one_that_can():

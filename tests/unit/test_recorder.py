@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from dynatrain.app.switches import switch_lines
 from dynatrain.cluster.board import Board
 from dynatrain.judge.certificate import check_certificate
 from dynatrain.layout.text import parse_layout
@@ -91,3 +92,12 @@ def test_what_is_kept_of_the_steps_does_not_grow(folder):
             recorder.step_ended(float(step))
         assert len(recorder._ends) <= SETTLED
         recorder.ended(attempt_of(number), "committed", "", 1000, {})
+
+
+@pytest.mark.parametrize("step", [0, 1, 5])
+def test_a_certificate_tells_the_steps_before_it_also_where_there_were_none(folder, step):
+    recorder_of(folder).ended(attempt_of(), "aborted", "planted", step, {})
+    record = json.loads((folder.switch(1) / "certificate.json").read_text())
+    assert check_certificate(record) == ()
+    assert record["step"] == step - 1
+    assert f"aborted after {step} steps" in next(switch_lines(record))

@@ -90,7 +90,9 @@ def test_a_request_past_its_deadline_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_bad_request_lists_all_that_is_wrong() -> None:
-    with pytest.raises(RequestError, match=r"id '\.\./x'.*verb 'dance': one of lend, park, .* stop, switch, unpark"):
+    with pytest.raises(
+        RequestError, match=r"id '\.\./x'.*verb 'dance': one of lend, park, prepare, .* stop, switch, unpark"
+    ):
         Request(id="../x", verb="dance")
     with pytest.raises(RequestError, match="switch needs 'layout'; switch knows no 'layut'; it takes layout, mode"):
         Request(id="a", verb="switch", arguments={"layut": "dp2"})

@@ -1,7 +1,13 @@
 """What a loop has set since build: found by comparing, carried to the next modules, or refused by name. One process."""
 
+import copy
+import enum
+import fractions
 import functools
+import json
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +33,17 @@ from dynatrain.space.tensor import Tensor
 from dynatrain.train.agreement import SwitchAbortedError
 from dynatrain.train.live import entries
 from dynatrain.train.module_settings import apply, refuse_meta, settings_of
-from dynatrain.train.settings import ABSENT, changes, hear, of_the_loop, require_portable, require_takers, tell
+from dynatrain.train.plain import hear as hear_plain
+from dynatrain.train.settings import (
+    ABSENT,
+    changes,
+    hear,
+    not_shared,
+    of_the_loop,
+    require_portable,
+    require_takers,
+    tell,
+)
 from dynatrain.train.states import UnknownStateError
 
 
@@ -115,8 +131,155 @@ def test_what_could_be_carried_nowhere_is_named(act, words):
 
 def test_results_of_a_forward_and_caches_are_made_anew():
     job = Job()
-    job.model.loss, job.model.cache = torch.ones(2, requires_grad=True).sum(), {"keys": 3}
+    job.model.loss, job.model.cache = torch.ones(2, requires_grad=True).sum(), {"keys": torch.ones(2)}
+    job.model.note, job.model.table = Config(), list(range(1000))
 
+    assert job.changed == {}
+
+
+class Config:
+    """As a model's config is: of plain values; all modules hold the same one."""
+
+    def __init__(self):
+        self.aux, self.layers, self.kind, self.note = False, [1, 2], Kind.GIVEN, None
+
+
+class Kind(enum.Enum):
+    GIVEN, TAKEN = 1, 2
+
+
+class Frozen:
+    """An object of plain values that nobody writes behind its construction."""
+
+    def __init__(self, p=0.1):
+        vars(self)["p"] = p
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"cannot assign to {name}")
+
+
+def give_a_config(net, _layout):
+    net.config = net.inside.config = net.out.config = Config()
+    net.frozen_config = Frozen()
+    net.sizes, net.kind, net.rates, net.marks = (1, 1), Kind.GIVEN, [0.1, [0.2]], {"a": (1, {2})}
+    net.inside.weight.dims = (0,)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda net: setattr(net.drop, "p", np.float64(0.5)),
+        lambda net: setattr(net.drop, "p", fractions.Fraction(1, 2)),
+        lambda net: setattr(net, "ready", np.bool_(True)),
+        lambda net: setattr(net, "ready", np.int64(3)),
+        lambda net: setattr(net, "sizes", (2, 2)),
+        lambda net: setattr(net, "sizes", torch.Size([2, 2])),
+        lambda net: setattr(net, "kind", Kind.TAKEN),
+        lambda net: net.rates[1].append(0.3),
+        lambda net: net.marks.update(b=1),
+        lambda net: setattr(net, "late", {"new": [1]}),
+        lambda net: setattr(net.inside.weight, "dims", (0, 1)),
+        lambda net: setattr(net.config, "aux", True),
+        lambda net: net.inside.config.layers.append(3),
+        lambda net: setattr(net.config, "kind", Kind.TAKEN),
+        lambda net: setattr(net.config, "new", 5),
+        lambda net: delattr(net.config, "note"),
+        lambda net: setattr(net.out, "config", Config()),  # its own from now on, and equal: nothing to carry
+    ],
+)
+def test_numbers_of_any_kind_members_containers_and_what_configs_are_set_to_go_along(act):
+    old, new, other = (Job(give_a_config) for _ in range(3))
+    act(old.model)
+    before, alike = settled(old.model), settled(old.model) == settled(other.model)
+    assert (old.changed == {}) is alike
+
+    require_takers(old.changed, new.built, travels=False)
+    new.take(old.changed)
+
+    assert settled(new.model) == before
+    assert settled(other.model) != before or alike
+    assert new.changed.keys() == old.changed.keys()
+    assert new.model.config is new.model.inside.config
+    new.model.rates[1].append(0.9)
+    new.model.config.layers.append(9)
+    assert settled(old.model) == before  # nothing written is shared
+
+
+def settled(net):
+    values = [vars(net.config), net.drop.p, net.ready, net.sizes, net.kind, net.rates, net.marks, vars(net.out.config)]
+    return copy.deepcopy([*values, getattr(net, "late", None), net.inside.weight.dims])
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda net: setattr(net.drop, "p", object()), "p of module drop was set since build, to what cannot be carr"),
+        (lambda net: setattr(net.drop, "p", Config()), "p of module drop was set since build, to Config: set it in"),
+        (lambda net: setattr(net.drop, "p", np.array(0.5)), "p of module drop was set since build, to what cannot"),
+        (lambda net: setattr(net, "sizes", [object()]), "sizes of module .* was set since build, to what cannot"),
+        (lambda net: setattr(net.config, "aux", object()), "config.aux of module .* was set since build, to what"),
+        (lambda net: setattr(net, "config", Frozen()), "config of module .* was set since build, to Frozen"),
+    ],
+)
+def test_what_was_plain_and_cannot_be_carried_any_more_is_named_once(act, words):
+    job = Job(give_a_config)
+    act(job.model)
+    with pytest.raises(UnknownStateError, match=words) as caught:
+        _ = job.changed
+    assert str(caught.value).count("since build") == 1
+
+
+def test_an_object_that_takes_no_value_and_one_that_is_not_there_are_named():
+    old, new, other = Job(give_a_config), Job(give_a_config), Job()
+    old.model.frozen_config = Frozen(0.5)
+    assert old.changed == {("module (the model)", "frozen_config.p"): (0.1, 0.5)}
+    with pytest.raises(UnknownStateError, match=r"frozen_config\.p was set since build, and the next Frozen"):
+        new.take(old.changed)
+    with pytest.raises(UnknownStateError, match=r"frozen_config\.p of module .* was set to 0\.5 .* no such obj"):
+        require_takers(old.changed, other.built | {("module (the model)", "frozen_config"): None}, travels=True)
+
+
+def test_an_object_that_all_layouts_share_and_one_that_keeps_tensors_are_left_alone():
+    shared = Config()
+
+    def share(net, _layout):
+        net.shared, net.cache = shared, Config()
+
+    old = Job(share)
+    old.model.shared.aux, old.model.cache.aux, old.model.cache.keys = True, True, [torch.ones(2)]
+    new = Job(share)
+    shared.note = 7
+
+    assert old.changed == {
+        ("module (the model)", "shared.aux"): (False, True),
+        ("module (the model)", "shared.note"): (None, 7),
+    }
+    assert not_shared(old.changed, old.now, new.built) == {}
+    assert not_shared(old.changed, old.now, Job(give_a_config).built) == old.changed
+
+
+def test_what_travels_is_told_as_json_has_it_and_what_cannot_be_is_refused():
+    job = Job(give_a_config)
+    net = job.model
+    net.drop.p, net.sizes, net.rates, net.config.aux = np.float64(0.5), (2, (3,)), [{"a": {1}}, None], True
+    text = json.dumps(tell(job.changed))
+    told = {(whose, which): (hear_plain(was), hear_plain(now)) for whose, which, was, now in json.loads(text)}
+    assert told == job.changed
+    assert type(told["module drop", "p"][1]) is float
+    assert len([key for key in told if key[1] == "config.aux"]) == 3  # of each module that holds it
+    require_portable(job.changed)
+
+    net.kind = Kind.TAKEN
+    with pytest.raises(UnknownStateError, match=r"kind of module \(the model\): set since build to what cannot follow"):
+        require_portable(job.changed)
+
+
+def test_a_random_stream_in_an_attribute_is_not_taken_for_its_attributes():
+    def draw(net, _layout):
+        net.stream = random.Random(3)
+
+    job = Job(draw)
+    job.model.stream.gauss(0, 1)  # keeps the second of a pair in an attribute
     assert job.changed == {}
 
 
@@ -139,6 +302,7 @@ def test_what_the_next_build_has_not_or_sets_otherwise_is_refused():
     with pytest.raises(UnknownStateError, match=r"makes it 0\.1 in this layout and 0\.2"):
         require_takers({key: (0.1, 0.5)}, {key: 0.2}, travels=True)
     require_takers({key: (0.1, 0.2)}, {key: 0.2}, travels=True)  # as the next build has it
+    require_takers({key: (0.1, 0.5)}, {key: np.float64(0.1)}, travels=True)  # told by another rank as Python's
 
 
 def test_what_schedules_of_a_pipeline_set_is_not_the_loops():

@@ -21,8 +21,9 @@ def layout():
 class Job:
     """As a Switcher, whose every step is in another layout; ``last`` ends it."""
 
-    def __init__(self, last=10, *, left=False):
-        self.edges, self.last, self.left = [], last, left
+    def __init__(self, last=10, *, left=False, saved=True):
+        self.edges, self.last, self.left, self.step = [], last, left, last
+        self.saved = last if saved else -1
         self._bind()
 
     def _bind(self):
@@ -80,9 +81,9 @@ def test_an_edge_is_taken_before_the_first_forward_with_gradients_behind_an_upda
         assert job.edges == list(range(step + 1))
 
 
-@pytest.mark.parametrize(("left", "code"), [(False, 75), (True, 0)])
-def test_a_job_without_further_steps_ends_its_process_with_the_code_that_says_why(left, code):
-    model, optimizer = dynatrain.stand_ins(Job(last=1, left=left))
+@pytest.mark.parametrize(("left", "saved", "code"), [(False, True, 75), (False, False, 143), (True, False, 0)])
+def test_a_job_without_further_steps_ends_its_process_with_the_code_that_says_why(left, saved, code):
+    model, optimizer = dynatrain.stand_ins(Job(last=1, left=left, saved=saved))
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
 

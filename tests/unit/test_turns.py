@@ -27,7 +27,11 @@ class Job:
         )
         wishes = Wishes(self.board, schedule or {}, "keep", every=10)
         saver = SimpleNamespace(busy=False, on=True)
-        self.turns = Turns(party, wishes, whole_world, lambda: parse_layout("fsdp2"), saver, self.parking, 0)
+        self.refused = []
+        self.turns = Turns(
+            *(party, wishes, whole_world, lambda: parse_layout("fsdp2"), saver, self.parking, 0),
+            refused=lambda order, step, why: self.refused.append((order.layout, order.by, step, why)),
+        )
 
     def ask(self, verb, **arguments):
         return self.board.publish(json.dumps({"verb": verb, "arguments": arguments}))
@@ -88,3 +92,26 @@ def test_a_run_of_the_agents_is_one_job_and_a_promise_belongs_to_the_memory_that
         standing(None, None, None, None, Pool(), promise=Promise(1))
     with pytest.raises(ValueError, match="a promise of 0 bytes: at least 1"):
         Promise(0)
+
+
+def test_the_present_layout_can_be_prepared_which_frees_what_is_held_and_an_impossible_one_is_refused():
+    job = Job()
+    job.ask("prepare", layout="fsdp2")
+    order = job.turns.take(0, 0)
+    assert (order.verb, order.number, order.builds, order.switches) == ("prepare", 1, True, False)
+    refused = job.ask("prepare", layout="dp3")
+    assert job.turns.take(1, 1) is None
+    assert job.answer(refused)[0] == "refused"
+
+
+def test_a_scheduled_switch_that_is_not_possible_any_more_is_told_and_not_dropped_in_silence(caplog):
+    job = Job(schedule={8: "dp3", 12: "dp2"})
+    assert job.turns.take(0, 6) is None
+    ((layout, by, step, why),) = job.refused
+    assert (layout, by, step) == ("dp3", "schedule", 6)
+    assert "dp3" in why
+    assert f"switch to dp3, asked for by schedule: {why}" in caplog.text
+    asked = job.ask("switch", layout="dp3")
+    assert job.turns.take(1, 7) is None
+    assert job.answer(asked)[0] == "refused"
+    assert len(job.refused) == 1, "who asked by a request has the answer"

@@ -45,6 +45,10 @@ class RunHandle:
         """Another layout for the same ranks."""
         return self._ask("switch", layout=layout, mode=mode)
 
+    def prepare(self, layout: str, *, mode: str = "") -> Answer:
+        """Prepare a layout ahead, so that a switch to it begins at once; the message says what that holds."""
+        return self._ask("prepare", layout=layout, mode=mode)
+
     def scale(self, size: int, *, layout: str = "", mode: str = "") -> Answer:
         """Another number of ranks."""
         return self._ask("scale", size=size, layout=layout, mode=mode)

@@ -28,6 +28,7 @@ COMMANDS = {
     "history": "the switches of a run: bytes, seconds, digests",
     "logs": "what the ranks of a run printed",
     "switch": "change the layout of a running run",
+    "prepare": "build and warm a layout ahead, so that a switch to it begins at once",
     "scale": "give a running run more ranks, or fewer",
     "drain": "take ranks out of a running run, and wait until they are gone",
     "lend": "give ranks' places to another program for a while; the run goes on with the others",

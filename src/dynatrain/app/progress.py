@@ -146,6 +146,9 @@ class Follower:
         for record in sorted([*self._events.new(), *self._metrics.new()], key=itemgetter("time")):
             if record["kind"] == "switch" and record["phase"] in {"committed", "aborted", "failed"}:
                 self._view.line(self._switched(record))
+            elif record["kind"] == "switch" and record["phase"] == "refused":
+                said = f"{record['verb']} to {record['to']} refused: {record['reason']}"
+                self._view.line(f"step {record['step']}: {said}")
             elif record["kind"] == "save" and record["outcome"] != "unchanged":
                 how = "saved" if record["outcome"] == "done" else f"not saved: {record['message']}"
                 self._view.line(f"step {record['step']}: {how}")

@@ -70,6 +70,7 @@ class RunWorld:
         ranks_per_node: of the first world, as plans count them; None for all on one node.
         lent: the places that are lent, for people; empty where none are.
         parked: the step before which the state was parked; None where it is not.
+        ready: layout that is prepared ahead, and the most bytes that a rank holds for it; None where there is none.
         nodes: where the ranks are, by rank.
         hosts: names of the hosts that have an agent of the run, by node.
     """
@@ -80,6 +81,7 @@ class RunWorld:
     ranks_per_node: int | None = None
     lent: str = ""
     parked: int | None = None
+    ready: tuple[str, int] | None = None
     nodes: tuple[int, ...] = ()
     hosts: Mapping[int, str] = field(default_factory=dict)
 
@@ -104,11 +106,15 @@ class RunWorld:
                     nodes=seats,
                     lent="",
                     parked=None,
+                    ready=None,
                 )
             elif event["kind"] == "lent":
                 found = replace(found, lent=event["places"])
             elif event["kind"] == "parking":
                 found = replace(found, parked=event["step"] if event["parked"] else None)
+            elif event["kind"] == "ready":
+                held = (event["layout"], max(event["held_bytes"], default=0))
+                found = replace(found, ready=held if event["layout"] else None)
             elif event["kind"] == "host_joined":
                 hosts[event["node"]] = event["host"]
             elif event["kind"] == "host_left":
@@ -116,6 +122,7 @@ class RunWorld:
             elif event["kind"] == "crossing" and event["stage"] == "done":
                 members, nodes, since = tuple(event["members"]), tuple(event["nodes"]), event["time"]
                 found = replace(found, generation=event["world"], members=members, nodes=nodes, layout=event["layout"])
+                found = replace(found, ready=None)
         found = replace(found, hosts=hosts)
         last = Progress.of(run).last
         said = last["layout"] if last and last["time"] > since else found.layout
@@ -136,6 +143,7 @@ class RunWorld:
         who = "" if self.members == tuple(range(self.size)) else f": members {', '.join(map(str, self.members))}"
         away = f"; lent: {self.lent}" if self.lent else ""
         away += "" if self.parked is None else f"; parked in host memory before step {self.parked}"
+        away += f"; {self.ready[0]} is ready, {self.ready[1] / 1e6:,.1f} MB on a rank" if self.ready else ""
         return f"{self.size} rank{'s' if self.size != 1 else ''} in world {self.generation}{who}{away}"
 
     @property

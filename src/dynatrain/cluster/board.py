@@ -66,6 +66,11 @@ class Board:
         self._lasting = lasting
         self.world_size = world_size
 
+    @property
+    def broken(self) -> str:
+        """Why no vote is waited for any more; empty while all voters are there."""
+        return self._broken()
+
     # Requests: written by the first node's agent alone.
 
     def publish(self, request: str) -> int:

@@ -50,7 +50,7 @@ class Spawner:
                 stderr=output,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=_environment(),
+                env=environment_below(),
             )
 
     @property
@@ -129,8 +129,8 @@ class Spawner:
                     return
 
 
-def _environment() -> dict[str, str]:
-    """The agent's environment without what would mislead ranks, and with what keeps the server at one thread."""
+def environment_below() -> dict[str, str]:
+    """This process's environment without what would mislead ranks below it; one thread, and our own modules."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER) and k not in _LAUNCHER_NAMES}
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {**kept, **dict.fromkeys(_THREADS, "1"), "PYTHONPATH": path}

@@ -17,8 +17,8 @@ from dynatrain.observe.modes import DECIDED, MODES
 from dynatrain.observe.objects import parse_object
 from dynatrain.observe.requests import CROSSINGS
 
-SCHEMA = 2
-"""Version of the record; a reader refuses others."""
+SCHEMA = 3
+"""Version of the record. 2 is read as well, which says step 0 also of what was before the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +119,11 @@ class Certificate:
     """One switch, as recorded. ``from_`` is ``from`` in the record.
 
     Attributes:
-        schema: :data:`SCHEMA`.
+        schema: :data:`SCHEMA`, or 2 where an earlier version wrote it.
         run_id: the run.
         switch: number of the switch in the run, from 1.
         generation: of the world after it.
-        step: the last step before it.
+        step: the last step before it; -1 where it came before the first one.
         from_: the old layout's text.
         to: the new layout's text.
         world: ranks before and after.
@@ -212,11 +212,11 @@ def check_certificate(record: object) -> tuple[str, ...]:
 
 _PEAK = {"predicted": count, "measured": lambda value: value is None or count(value)}
 _CERTIFICATE: Mapping[str, Rule] = {
-    "schema": lambda value: value == SCHEMA,
+    "schema": lambda value: count(value) and value in (2, SCHEMA),
     "run_id": text,
     "switch": count,
     "generation": count,
-    "step": count,
+    "step": lambda value: count(value) or (isinstance(value, int) and value == -1),
     "from": text,
     "to": text,
     "world": {"old": count, "new": count},
@@ -241,6 +241,8 @@ _CERTIFICATE: Mapping[str, Rule] = {
 def _contradictions(record: Mapping[str, Any]) -> tuple[str, ...]:
     """What cannot be true of any switch."""
     problems = []
+    if record["schema"] < SCHEMA and record["step"] < 0:
+        problems.append(f"certificate.step is {record['step']}, which schema {record['schema']} has not")
     for kind, part in record["coverage"].items():
         if part["expected"] + part["twice"] != part["written"] + part["missing"]:
             problems.append(f"coverage.{kind}: expected + twice is not written + missing: {part}")

@@ -17,6 +17,7 @@ place in the world of the moment, -1 outside. The kinds of ``events.jsonl``:
 ``newcomer``        ``rank, member, pid``: forked for a world to come
 ``lent``            ``id, places``: places of the run that another program has from now on, all of them; empty for none
 ``parking``         ``step, switch, parked``: all state has left the devices, or come back
+``ready``           ``layout, held_bytes``: prepared ahead, with what each rank holds for it; empty for nothing any more
 ``overdue``         ``member, pid, seconds``: a leaver that had not ended in time and was killed
 ``request``         ``id, verb, arguments, by``: taken from the run folder
 ``answer``          ``id, outcome, message, switch``
@@ -82,6 +83,7 @@ KINDS = frozenset(
         "lent",
         "overdue",
         "parking",
+        "ready",
         "save",
         "snapshot",
         "load",
@@ -111,6 +113,7 @@ _NEEDED_OF: dict[str, dict[str, Rule]] = {
     "agent_started": {"world_size": count, "nodes": count, "seats": _counts_or_none},
     "lent": {"places": lambda value: isinstance(value, str)},
     "parking": {"step": count, "parked": flag},
+    "ready": {"layout": lambda value: isinstance(value, str), "held_bytes": [count]},
     "crossing": {"world": count, "stage": text, "members": [count], "nodes": [count], "layout": text},
     "host_joined": {"node": count, "host": text},
     "host_left": {"node": count},

@@ -26,6 +26,7 @@ _LONGEST_ID = 100
 
 ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "switch": {"layout": "a text", "mode": "a text"},
+    "prepare": {"layout": "a text", "mode": "a text"},
     "scale": {
         "size": "a number from 1",
         "layout": "a text",
@@ -53,6 +54,7 @@ CROSSINGS = ("scale", "lend", "reclaim")
 
 NEEDED: Mapping[str, tuple[frozenset[str], ...]] = {
     "switch": (frozenset({"layout"}),),
+    "prepare": (frozenset({"layout"}),),
     "scale": (frozenset({"size", "layout", "leave", "nodes"}),),
     "lend": (frozenset({"size", "leave"}),),
 }

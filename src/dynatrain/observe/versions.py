@@ -13,6 +13,9 @@ TORCH = (2, 13)
 """The torch that is tested; its private parts differ between minor versions."""
 
 
+_PINS = "Python {}.{}, and pip install 'torch=={}.{}.*'".format(*PYTHON, *TORCH)
+
+
 class VersionError(ValueError):
     """Python or torch is not of the version that is tested; the text names both."""
 
@@ -55,7 +58,4 @@ def require_tested(found: dict[str, str]) -> None:
             have = f"{found[name]} is installed" if found[name] else "it is not installed"
             problems.append(f"{name} {'.'.join(map(str, tested))} is tested, {have}")
     if problems:
-        raise VersionError(
-            f"This version of dynatrain does not run here: {'; '.join(problems)}. "
-            "Install the tested ones: pip install -c constraints.txt dynatrain."
-        )
+        raise VersionError(f"This version of dynatrain does not run here: {'; '.join(problems)}. Nearest: {_PINS}.")

@@ -12,11 +12,15 @@ import torch
 from dynatrain.layout.text import print_layout
 from dynatrain.observe.checkpoints import SCHEMA
 from dynatrain.train.extra_state import unreadable
+from dynatrain.train.optimizer_settings import Kept, kept_by, take_kept, unlike_optimizers
 from dynatrain.train.party import Party
 from dynatrain.train.registered import snapshot
 from dynatrain.train.states import Leaf, leaves, replace_leaves
 from dynatrain.train.streams import Streams
 from dynatrain.train.world import MECHANICS, World, is_scheduler
+
+OPTIMIZERS = "optimizers"
+"""Key of what optimizers keep on themselves, in a checkpoint's table; older ones have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,7 @@ class Account:
         layout: as text.
         common: what registered objects hold in common, by label.
         groups: options of the optimizer's parameter groups; ``params`` are names of this rank's.
+        optimizers: plain attributes of the optimizer itself that were set since build.
         streams: random streams of this rank.
     """
 
@@ -35,6 +40,7 @@ class Account:
     layout: str
     common: dict[str, Any]
     groups: list[dict[str, Any]]
+    optimizers: Kept
     streams: dict[str, Any]
 
     @classmethod
@@ -49,12 +55,14 @@ class Account:
             layout=print_layout(world.layout),
             common={label: _common(label, thing, world) for label, thing in world.objects.items()},
             groups=copy.deepcopy(groups),
+            optimizers=kept_by(world.built_optimizer, world.optimizer),
             streams=Streams.read(party.device).state(),
         )
 
     def table(self) -> dict[str, Any]:
         """What is equal on all ranks, as a checkpoint has it; parameter groups stand beside it."""
-        return {"schema": SCHEMA, "step": self.step, "layout": self.layout, "objects": self.common}
+        head = {"schema": SCHEMA, "step": self.step, "layout": self.layout}
+        return head | {"objects": self.common, OPTIMIZERS: self.optimizers}
 
     def require_readable(self) -> None:
         """Refuse common state that could be written and not read back: reading runs no code of a pickle's.
@@ -79,6 +87,7 @@ class Account:
             layout=table["layout"],
             common=table["objects"],
             groups=groups,
+            optimizers=table[OPTIMIZERS],
             streams=streams,
         )
 
@@ -89,7 +98,7 @@ def group_names(world: World) -> list[list[str]]:
     return [[name for p in group["params"] for name in names[id(p)]] for group in world.optimizer.param_groups]
 
 
-def take(world: World, objects: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+def take(world: World, objects: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], optimizers: Kept) -> None:
     """Give a world whose tensors were filled in place what an account says of the rest.
 
     Args:
@@ -97,6 +106,7 @@ def take(world: World, objects: Mapping[str, Any], groups: Sequence[Mapping[str,
         objects: common state by label.
         groups: options of the groups here, in their order; those of how to compute are the layout's own business, and
             stay.
+        optimizers: plain attributes of the optimizer; others that were set since build are again as that made them.
     """
     held = world.object_leaves()
     for label, thing in world.objects.items():
@@ -104,14 +114,15 @@ def take(world: World, objects: Mapping[str, Any], groups: Sequence[Mapping[str,
         thing.load_state_dict(replace_leaves(objects[label], [], live))
     for group, told in zip(world.optimizer.param_groups, groups, strict=True):
         group |= {key: value for key, value in told.items() if key not in MECHANICS}
+    take_kept(world.built_optimizer, world.optimizer, optimizers)
 
 
-def mismatches(world: World, objects: Mapping[str, Any]) -> tuple[str, ...]:
-    """Why registered objects are not those that ``world`` has; empty where they are."""
+def mismatches(world: World, objects: Mapping[str, Any], optimizers: Kept) -> tuple[str, ...]:
+    """Why registered objects and optimizers are not those that ``world`` has; empty where they are."""
     told, here = objects.keys(), world.objects.keys()
     problems = [f"it has {label}, which is not registered here" for label in sorted(told - here)]
     problems += [f"it has no {label}, which is registered here" for label in sorted(here - told)]
-    return tuple(problems)
+    return (*problems, *unlike_optimizers(world.optimizer, optimizers))
 
 
 def displaced(world: World, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

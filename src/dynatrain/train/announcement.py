@@ -7,6 +7,7 @@ from typing import Self
 
 from dynatrain.cluster.board import Board
 from dynatrain.cluster.crossing import Crossing
+from dynatrain.cluster.worlds import forget_others
 from dynatrain.layout.text import parse_layout, print_layout
 from dynatrain.plan.record import placement_of, tensor_of
 from dynatrain.space.ownership import Ownership
@@ -85,14 +86,16 @@ class Announcement:
         )
 
 
-def announcement(party: Party, order: Order, world: World) -> Announcement:
-    """The announcement of a crossing out of ``world``."""
+def announce(party: Party, order: Order, world: World, board: Board) -> None:
+    """Old rank 0's word of a crossing out of ``world``, on its ``board``; what was left of earlier ones goes."""
+    assert party.worlds is not None
     assert world.ownership is not None
-    return Announcement(
+    forget_others(party.worlds.run, party.generation, order.generation)
+    Announcement(
         order=order,
         old=party.members,
         catalogue=world.catalogue,
         ownership=world.ownership,
         forms=world.forms,
         seconds=party.longest_step,
-    )
+    ).put_up(board)

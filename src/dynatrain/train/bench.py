@@ -1,7 +1,8 @@
 """``dynatrain bench switch``: how fast state changes its layout, beside what PyTorch offers for it.
 
 Ranks are forked from this process, which must have one thread only. All methods of a case are measured in turn, again
-and again, so that what disturbs the machine disturbs all of them; medians are told, with the extremes.
+and again, so that what disturbs the machine disturbs all of them; medians are told, with the extremes. A restart, which
+ends the ranks, comes after the others.
 """
 
 import faulthandler
@@ -15,9 +16,10 @@ import tempfile
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NoReturn
@@ -35,15 +37,18 @@ from dynatrain.cluster.kernel import (
     take_realtime,
 )
 from dynatrain.space.decoder import DecoderShape
-from dynatrain.train.bench_rank import Bench, Case, Sample
+from dynatrain.train.bench_rank import DEADLINE, RESTART, Bench, Case, Sample
+from dynatrain.train.restart import CHECKPOINT, RestartError, begin_anew
 
 OURS = ("dynatrain/keep", "dynatrain/keep/gloo", "dynatrain/tight", "dynatrain/tight/gloo")
 """Both modes, by the nearest transport and, with ``/gloo``, by the group's alone."""
 
-METHODS = (*OURS, "dcp", "full_tensor", "redistribute", "reload")
-"""In the order of measuring. ``dcp``: save, to tmpfs unless another folder is named, and load into given tensors.
-``full_tensor``: every tensor whole on every rank, then a slice. ``redistribute``: of DTensor. ``reload``: save, build
-anew, load, in the same processes."""
+METHODS = (*OURS, "hand_written", "dcp", "full_tensor", "redistribute", "reload", RESTART)
+"""In the order of measuring. ``hand_written``: new tensors, and every box that changes ranks by isend and irecv.
+``dcp``: save, to tmpfs unless another folder is named, and load into given tensors. ``full_tensor``: every tensor whole
+on every rank, then a slice. ``redistribute``: of DTensor. ``reload``: save, build anew, load, in the same processes.
+``restart``: save, end; new processes under torchrun import, build, load. It ends ranks, so it comes after all others,
+with ranks of its own for each run."""
 
 TMPFS = Path("/dev/shm")  # noqa: S108 - tmpfs is the point: a disk is measured where it is named
 Tell = Callable[[str], None]
@@ -62,8 +67,9 @@ class Row:
         method: ``dynatrain``, or another of :data:`METHODS`.
         mode: ``keep`` or ``tight`` of ``dynatrain``; empty for the others.
         transport: what carried the moves of ``dynatrain``, as certificates call it; empty for the others.
-        seconds: in which the state moves; None where the method has no way.
-        stall_seconds: in which nothing can be trained.
+        seconds: in which the state moves; None where the method has no way. Of ``restart`` the same as the stall.
+        stall_seconds: in which nothing can be trained; of ``restart`` from the begin of the save until the last new
+            rank could train.
         lost_seconds: None: nothing is trained here.
         bytes: that must change ranks, whatever the method.
         floor_seconds: least seconds of the move at the rates that a probe measured before each run.
@@ -77,7 +83,8 @@ class Row:
         allowed_bytes: max(old, new) + budget of the rank that comes nearest to it; 0 but in ``tight``.
         seconds_range: least and most.
         runs: how many.
-        phases: medians of the switch's phases.
+        phases: medians of the switch's phases; of a restart: ``save``, ``start`` (until a new rank has imported what it
+            needs), ``build``, ``load``.
         probed: medians of the rates, in GB/s, that a probe measured before each run: one ``link`` alone, all links at
             once (``wire``), all memories at once (``copy``); ``group_link`` and ``group_wire`` by the process group
             even where memory is nearer; checksums of all ranks together (``digest``).
@@ -126,16 +133,20 @@ def run_bench(
         repeats: runs of ``dynatrain`` in each mode.
         slow_repeats: runs of the other methods, which take ten times as long; at most ``repeats``.
         tell: gets a line at each step.
-        checkpoints: where ``dcp`` and ``reload`` write, in a folder of their own, which is removed.
+        checkpoints: where ``dcp``, ``reload`` and ``restart`` write, in a folder of their own, which is removed.
 
     Raises:
-        BenchError: a rank failed.
+        BenchError: a rank failed, of the old ones or of the new ones of a restart; or other state arrived than was
+            there, with the name of every method of which that holds.
     """
-    schedule = [(case, METHODS if number < slow_repeats else OURS) for number in range(repeats) for case in cases]
+    staying = tuple(method for method in METHODS if method != RESTART)
+    schedule = [(case, staying if number < slow_repeats else OURS) for number in range(repeats) for case in cases]
+    restarts = [case for _ in range(slow_repeats) for case in cases if RESTART in METHODS]
     folder = Path(tempfile.mkdtemp(prefix=f"dynatrain-bench-{os.getpid()}-", dir=checkpoints))
     found: list[list[Sample]] = []
     try:
-        for together in _everywhere(shape, schedule, ranks, folder / "checkpoint"):
+        restarted = (_restarted(shape, case, ranks, folder / RESTART) for case in restarts)
+        for together in chain(_everywhere(shape, schedule, ranks, folder / CHECKPOINT), restarted):
             found.append(together)
             tell(_line(together))
     finally:
@@ -144,6 +155,8 @@ def run_bench(
     for together in found:
         first = together[0]
         by_row[first.case, first.method, first.mode, first.transport].append(together)
+    if wrong := list(dict.fromkeys(problem for runs in by_row.values() for problem in _problems(runs))):
+        raise BenchError("\n".join(wrong))
     return tuple(_row(runs) for runs in by_row.values())
 
 
@@ -155,10 +168,15 @@ def _line(together: Sequence[Sample]) -> str:
     return f"{name}: {seconds:.3f} s, floor {first.floor_seconds:.3f} s"
 
 
+def _problems(runs: Iterable[Sequence[Sample]]) -> Iterator[str]:
+    """What did not arrive, where something was to arrive."""
+    for sample in (sample for together in runs for sample in together):
+        if sample.problem and sample.seconds is not None:
+            yield f"{sample.case[0]} -> {sample.case[1]}, {sample.method}: {sample.problem}"
+
+
 def _row(runs: Sequence[Sequence[Sample]]) -> Row:
     first, everybody = runs[0][0], [sample for together in runs for sample in together]
-    if wrong := [sample.problem for sample in everybody if sample.problem and sample.seconds is not None]:
-        raise BenchError(f"{first.case[0]} -> {first.case[1]}, {first.method}: {wrong[0]}")
     seconds = [value for together in runs if (value := _slowest(s.seconds for s in together)) is not None]
     stalls = [value for together in runs if (value := _slowest(s.stall_seconds for s in together)) is not None]
     floor = statistics.median(together[0].floor_seconds for together in runs)
@@ -232,6 +250,36 @@ def _everywhere(
         for worker in workers:
             worker.kill()
             worker.join()
+
+
+def _restarted(shape: DecoderShape, case: Case, ranks: int, folder: Path) -> list[Sample]:
+    """One cold restart: ranks that hold the state save it and end, and others begin from what they saved."""
+    folder.mkdir()
+    try:
+        (saved,) = _everywhere(shape, [(case, (RESTART,))], ranks, folder / CHECKPOINT)  # they have ended then
+        begun = begin_anew(folder, ranks, timeout=DEADLINE)
+    except RestartError as error:
+        raise BenchError(f"{case[0]} -> {case[1]}, {RESTART}: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    began = min(one.saved_at - (one.seconds or 0.0) for one in saved)
+    whole = max(one.saved_at for one in saved)
+    return [
+        replace(
+            old,
+            seconds=new.ready - began,
+            stall_seconds=new.ready - began,
+            peak_bytes=new.peak_bytes,
+            phases={
+                "save": whole - began,
+                "start": new.imported - whole,
+                "build": new.built - new.imported,
+                "load": new.ready - new.built,
+            },
+            problem="" if new.arrived else "the state that arrived is another",
+        )
+        for old, new in zip(saved, begun, strict=True)
+    ]
 
 
 def _gather(ends: Sequence[Connection]) -> list[Sample]:

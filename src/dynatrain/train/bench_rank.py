@@ -4,7 +4,6 @@ Nothing is trained: state is generated, and a step is one all-reduce of one numb
 from one layout to another; that it arrived is checked by digests after every single measurement.
 """
 
-import ctypes
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +17,6 @@ import torch.distributed as dist
 
 from dynatrain.cluster.board import Board
 from dynatrain.execute.census import compare, digest_vector
-from dynatrain.execute.pages import mapped_apart
-from dynatrain.execute.pieces import Piece, Pieces
 from dynatrain.execute.transport import GroupTransport
 from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import parse_layout
@@ -30,16 +27,17 @@ from dynatrain.plan.storage import storage
 from dynatrain.plan.summary import PlanSummary, floor_seconds
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.space.ownership import Ownership
-from dynatrain.train import baselines
-from dynatrain.train.adopt import adopt, shard_like
+from dynatrain.train import baselines, hand_written
 from dynatrain.train.attempt import Attempt
 from dynatrain.train.baselines import CannotError, Held
+from dynatrain.train.bench_state import MOMENTS, bind, digests, forget_peak, held_by, resident, room
 from dynatrain.train.blueprint import may_adopt
 from dynatrain.train.install import make_world
 from dynatrain.train.live import box_of, cuts_of
 from dynatrain.train.optimizer import OptimizerSettings
 from dynatrain.train.parallel import Precision
 from dynatrain.train.probe import Rates, digest_rate, probe
+from dynatrain.train.restart import Order
 from dynatrain.train.states import optimizer_states
 from dynatrain.train.switcher import Switcher
 from dynatrain.train.torch_private import local_tensor
@@ -49,7 +47,9 @@ from dynatrain.train.world import World
 Case = tuple[str, str]
 """``(from, to)``, as layout texts."""
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+RESTART = "restart"
+"""The method that ends the ranks: the last that is asked of them."""
+
 SOME_STEP = 7.0
 DEADLINE = 300.0
 PROBE_BYTES = 64 << 20
@@ -76,6 +76,7 @@ class Sample:
         allowed_bytes: what ``tight`` promises: max(old, new) + budget; 0 elsewhere.
         phases: seconds of a switch's phases.
         probed: rates measured just before, in GB/s: see :class:`dynatrain.train.bench.Row`.
+        saved_at: of ``restart``: reading of the clock, which all processes share, when this rank's save was complete.
         problem: why there is no measurement, or what did not arrive.
     """
 
@@ -94,6 +95,7 @@ class Sample:
     allowed_bytes: int = 0
     phases: Mapping[str, float] | None = None
     probed: Mapping[str, float] | None = None
+    saved_at: float = 0.0
     problem: str = ""
 
 
@@ -130,6 +132,7 @@ class Bench:
         self, shape: DecoderShape, store: dist.Store, *, rank: int, ranks: int, folder: Path, start: str
     ) -> None:
         self.rank, self._folder, self._device = rank, folder, torch.device("cpu")
+        self._shape = shape
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore("default", store),
@@ -178,6 +181,8 @@ class Bench:
             if method.startswith("dynatrain"):
                 sample = self._dynatrain(case, *method.split("/")[1:])
                 self._switch(old, "keep")
+            elif method == RESTART:
+                sample = self._save_and_leave(case)
             else:
                 sample = self._other(case, method)
             sample = replace(sample, probed=_in_gb_s(rates, digests))
@@ -211,10 +216,7 @@ class Bench:
         self._party.transport = GroupTransport if backend else nearest
         attempt = self._switch(case[1], mode)
         self._party.transport = nearest
-        peak = _resident("VmHWM") - without_state
-        assert attempt.blueprint is not None
-        if attempt.blueprint.summary is not None:
-            self._summaries[case] = attempt.blueprint.summary
+        peak = resident("VmHWM") - without_state
         return Sample(
             case=case,
             method="dynatrain",
@@ -240,38 +242,41 @@ class Bench:
         attempt, outcome, reason = self._books.last
         if outcome != "committed":
             raise RuntimeError(f"the switch to {to} was {outcome}: {reason}")
-        world = self._switcher.world
-        assert world.ownership is not None
-        self._text, self._ownerships[to] = to, world.ownership
+        assert attempt.blueprint is not None
+        if attempt.blueprint.summary is not None:
+            self._summaries[self._text, to] = attempt.blueprint.summary
+        self._text, self._ownerships[to] = to, _owner(self._switcher.world)
         return attempt
 
     def _allowed(self, before: World, after: World) -> int:
-        assert before.ownership is not None
-        assert after.ownership is not None
-        owners = (before.ownership, after.ownership)
-        table = storage(before.catalogue, *owners, adoptable=may_adopt(before, after.ownership))
+        owners = _owner(before), _owner(after)
+        table = storage(before.catalogue, *owners, adoptable=may_adopt(before, owners[1]))
         return int(max(table.old[self.rank], table.new[self.rank])) + default_budget(table)
 
     # By other means.
 
     def _other(self, case: Case, method: str) -> Sample:
-        old = self._switcher.world
+        old, owner = self._switcher.world, self._ownerships[case[1]]
         layout = self._switcher._read(case[1], self._party.world_size)  # noqa: SLF001
         new = make_world(self._party, self._party.groups, layout, on_meta=True)
-        source = _held(old)
+        source = held_by(old)
         sample = Sample(case=case, method=method)
         without_state = self._without_state()
         try:
             if method == "reload":
                 target, seconds, stall = self._reload(source, new)
+            elif method == "hand_written":
+                target, seconds, stall = self._by_hand(source, new, owner)
             else:
-                target = _targets(new)
+                target = room(new.found, touched=True)
                 seconds = stall = self._timed(self._method(case, method, (source, target), (old, new)))
         except CannotError as reason:  # on all ranks alike
             return replace(sample, problem=str(reason))
-        peak = _resident("VmHWM") - without_state
+        peak = resident("VmHWM") - without_state
         baselines.remove(self._folder)
-        problem = "" if self._arrived(target, self._ownerships[case[1]]) else "the state that arrived is another"
+        after, before = digests(target, old.catalogue, owner), self._live_digests(owner)
+        equal = compare(before, after, old.catalogue, _owner(old), owner).equal
+        problem = "" if equal else "the state that arrived is another"
         return replace(sample, seconds=seconds, stall_seconds=stall, peak_bytes=peak, problem=problem)
 
     def _method(
@@ -285,9 +290,8 @@ class Bench:
 
     def _without_state(self) -> int:
         """Resident bytes now that are not state, by the pool's count; the kernel counts the most from here on."""
-        _trim()
-        _forget_peak()
-        return _resident("VmRSS") - self._party.memory.held
+        forget_peak()
+        return resident("VmRSS") - self._party.memory.held
 
     def _timed(self, work: Callable[[], None]) -> float:
         dist.barrier()
@@ -307,54 +311,59 @@ class Bench:
             baselines.dcp_save(source, self._folder)
             files += time.perf_counter() - began
             world = make_world(self._party, self._party.groups, new.layout, on_meta=True)
-            target = _targets(world)
+            target = room(world.found, touched=True)
             began = time.perf_counter()
             baselines.dcp_load(target, self._folder)
             files += time.perf_counter() - began
-            flats = {name: local_tensor(target[name, e.kind]).flatten() for name, e in world.found.items()}
-            for name, entry in adopt(world.parts, world.found, flats, [world.optimizer]).items():
-                world.optimizer.state[entry.value] = {state: target[name, state] for state in (*MOMENTS, "step")}
+            bind(world.parts, world.found, world.optimizer, target)
             found.append(target)
 
         stall = self._timed(work)
         return found[0], files, stall
 
-    def _arrived(self, target: Held, owner: Ownership) -> bool:
-        """Whether ``target`` holds under ``owner`` what the live world holds; by digests, on all ranks."""
+    def _by_hand(self, source: Held, new: World, owner: Ownership) -> tuple[Held, float, float]:
+        """Model and plan are there beforehand, as ours are; new tensors and what fills them are the seconds."""
         world = self._switcher.world
-        assert world.ownership is not None
-        pieces: Pieces = {}
-        for index, tensor in enumerate(world.catalogue):
-            for number, state in enumerate(tensor.states):
-                value, box = target.get((tensor.name, state.name)), owner.box(tensor, self.rank)
-                if value is not None and box is not None:
-                    pieces[index, number] = Piece(local_tensor(value), state.box(box, tensor.shape))
+        target: dict[tuple[str, str], torch.Tensor] = {}
+        plan = hand_written.plan_by_hand(world.catalogue, _owner(world), owner)
+
+        def work() -> None:
+            target.update(room(new.found, touched=False))
+            hand_written.carry_out(plan, source, target)
+
+        seconds = self._timed(work)
+        return target, seconds, seconds + self._timed(partial(bind, new.parts, new.found, new.optimizer, target))
+
+    def _save_and_leave(self, case: Case) -> Sample:
+        """The old ranks' part of a restart: a checkpoint, and beside it what new ranks have to know and to hold."""
+        self._switch(case[1], "keep")  # it tells who holds what then, and the floor
+        self._switch(case[0], "keep")
+        world, owner = self._switcher.world, self._ownerships[case[1]]
+        before = self._live_digests(owner)
+        if self.rank == 0:
+            Order(
+                shape=self._shape,
+                layout=case[1],
+                catalogue=world.catalogue,
+                old=_owner(world),
+                new=owner,
+                digests=tuple(before.tolist()),
+            ).write(self._folder.parent)
+        seconds = self._timed(partial(baselines.dcp_save, held_by(world), self._folder))
+        return Sample(case=case, method=RESTART, seconds=seconds, saved_at=time.perf_counter())
+
+    def _live_digests(self, owner: Ownership) -> torch.Tensor:
+        """Of what the live world holds, by the cells of ``owner``; of all ranks, on all ranks."""
+        world = self._switcher.world
         live = world.pieces(self.rank, self._device)
-        before = digest_vector(live, world.catalogue, world.ownership, owner, self.rank)
-        after = digest_vector(pieces, world.catalogue, owner, owner, self.rank)
-        both = torch.cat([before, after])
-        dist.all_reduce(both)
-        return compare(both[: len(before)], both[len(before) :], world.catalogue, world.ownership, owner).equal
+        vector = digest_vector(live, world.catalogue, _owner(world), owner, self.rank)
+        dist.all_reduce(vector)
+        return vector
 
 
-def _held(world: World) -> Held:
-    """Everything that a rank holds, as the distributed tensors that the loop has."""
-    held = {(name, entry.kind): entry.value.detach() for name, entry in world.found.items()}
-    for name, values in optimizer_states(world.optimizer, world.found).items():
-        held |= {(name, state.name): value for state, value in values.items()}
-    return held
-
-
-def _targets(world: World) -> Held:
-    """New tensors for everything that a rank of ``world``, built on meta, is to hold: NaN, hence touched."""
-    made: dict[tuple[str, str], torch.Tensor] = {}
-    with mapped_apart():
-        for name, entry in world.found.items():
-            for state in (entry.kind, *MOMENTS):
-                flat = torch.full((local_tensor(entry.value).numel(),), torch.nan, dtype=entry.value.dtype)
-                made[name, state] = shard_like(entry.value, flat).detach()
-            made[name, "step"] = torch.full((), torch.nan)
-    return made
+def _owner(world: World) -> Ownership:
+    assert world.ownership is not None
+    return world.ownership
 
 
 def _floor(summary: PlanSummary, rates: Rates) -> float:
@@ -375,21 +384,3 @@ def _in_gb_s(rates: Rates, digests: float) -> dict[str, float]:
         "group_wire": rates.group_wire_bytes_per_second / 1e9,
         "digest": digests / 1e9,
     }
-
-
-def _resident(field: str) -> int:
-    """Resident bytes of this process: ``VmRSS`` now, ``VmHWM`` at most since :func:`_forget_peak`."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def _forget_peak() -> None:
-    """Have the kernel count the most resident bytes anew: exact, where sampling would miss short peaks."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _trim() -> None:
-    """Give memory that the C library keeps for later back to the system, so that what is resident is in use."""
-    ctypes.CDLL(None).malloc_trim(0)

@@ -28,6 +28,7 @@ from dynatrain.plan.summary import PlanSummary, summarise
 from dynatrain.plan.turns import with_turns
 from dynatrain.space.ownership import Ownership
 from dynatrain.train.agreement import SwitchAbortedError, exchange, objection_of
+from dynatrain.train.argument import ArgumentError
 from dynatrain.train.party import Party
 from dynatrain.train.world import World
 
@@ -251,10 +252,10 @@ def check_mode(mode: str) -> None:
     """Refuse what is no mode.
 
     Raises:
-        ValueError: with the nearest one.
+        ArgumentError: with the nearest one.
     """
     if problem := mode_problem(mode):
-        raise ValueError(problem)
+        raise ArgumentError(problem)
 
 
 def choose(
@@ -275,7 +276,7 @@ def choose(
 
     Raises:
         PlanError: no order of hand-overs fits, or the mode needs more than was promised.
-        ValueError: there is no such mode.
+        ArgumentError: there is no such mode.
     """
     check_mode(mode)
     assert old.ownership is not None

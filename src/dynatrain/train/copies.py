@@ -11,6 +11,7 @@ from dynatrain.execute.exchange import Exchange
 from dynatrain.execute.pieces import Pieces
 from dynatrain.plan.mend import mend_plan
 from dynatrain.train.agreement import SwitchAbortedError
+from dynatrain.train.argument import ArgumentError
 from dynatrain.train.proof import Proof
 
 UnequalCopies = Literal["refuse", "owner"]
@@ -25,10 +26,10 @@ def check_policy(policy: str) -> None:
     """Refuse what is no policy.
 
     Raises:
-        ValueError: with those that there are.
+        ArgumentError: with those that there are.
     """
     if policy not in POLICIES:
-        raise ValueError(f"there is no policy {policy!r} for unequal copies; there are {', '.join(POLICIES)}")
+        raise ArgumentError(f"there is no policy {policy!r} for unequal copies; there are {', '.join(POLICIES)}")
 
 
 def settle_copies(

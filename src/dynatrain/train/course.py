@@ -3,29 +3,26 @@
 A switch inside a step is agreed on at the step's edge, as any other, and carried out where the loop comes to it.
 """
 
-import functools
 import logging
 import time
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
-import torch
-
-from dynatrain.cluster.worlds import forget_others
 from dynatrain.train.agreement import SwitchAbortedError, SwitchFailedError
-from dynatrain.train.announcement import NotAdmittedError, announcement
+from dynatrain.train.announcement import NotAdmittedError, announce
 from dynatrain.train.attempt import Attempt
 from dynatrain.train.order import Order
 from dynatrain.train.parking import Parking
 from dynatrain.train.party import Party
 from dynatrain.train.passage import passage
+from dynatrain.train.ready import Ready
 from dynatrain.train.record import Recorder
 from dynatrain.train.saver import Saver
 from dynatrain.train.start import Start
 from dynatrain.train.targets import Read
 from dynatrain.train.travels import Travels
 from dynatrain.train.turns import Turns
+from dynatrain.train.updates import follow
 from dynatrain.train.world import World
 
 _LOG = logging.getLogger(__name__)
@@ -53,6 +50,7 @@ class Course:
         done: micro-batches that the step under way has behind it when it begins: it comes again from the place of a
             switch that was taken back.
         updated: whether the step under way has had its update.
+        ready: the layout that was prepared ahead.
     """
 
     def __init__(
@@ -91,6 +89,7 @@ class Course:
         self.pause = 0
         self.done = 0
         self.updated = False
+        self.ready = Ready(recorder)
         self._before = world
         self._wrap_optimizer(world)
 
@@ -150,21 +149,15 @@ class Course:
 
     def _wrap_optimizer(self, world: World) -> None:
         """The first step after a switch decides it; where it is taken back, that step does nothing."""
-        original = world.optimizer.step
 
-        @functools.wraps(original)
-        def step(_optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def step(make: Callable[[], Any]) -> Any:
             self._parking.require_here("optimizer.step")
             self._before_a_write()
             if self._settling:
                 self._settle()
-            if self.doomed:
-                return None
-            world.forwards.seen = False
-            return self._update(lambda: original(*args, **kwargs))
+            return None if self.doomed else self._update(make)
 
-        # A method, as schedulers that are made later expect of it.
-        world.optimizer.step = MethodType(step, world.optimizer)  # type: ignore[method-assign]
+        follow(world.optimizer, world.pending, step)
 
     def _before_a_write(self) -> None:
         """Return when nothing that is about to be written is still to be copied."""
@@ -182,18 +175,21 @@ class Course:
             return
         if self._recorder and order.verb != "save":
             self._recorder.announced(order, self._step)
-        if order.switches:
-            self._attempt = self._prepare(order)
+        self._attempt = self._prepare(order)
         self._start = Start(self._party, order, self._attempt, lambda: self._saver.holds_up(order))
 
-    def _prepare(self, order: Order) -> Attempt:
-        """Begin to prepare a switch beside training."""
+    def _prepare(self, order: Order) -> Attempt | None:
+        """Begin to prepare a switch beside training, or go on with one that was; None where there is none."""
+        if order.verb in {"save", "stop"}:
+            return None
+        size = len(order.members) or self._party.world_size
+        target = self._read(order.layout, size) if order.builds else None
+        attempt = self.ready.take(order, target, self.world)
+        if attempt is not None or target is None or (order.verb == "prepare" and target == self.world.layout):
+            return attempt
         way = passage(self._party, order)
         if way.crossing is not None and self._party.rank == 0:
-            assert self._party.worlds is not None
-            forget_others(self._party.worlds.run, self._party.generation, way.crossing.generation)
-            announcement(self._party, order, self.world).put_up(way.party.board)
-        target = self._read(order.layout, len(order.members) or self._party.world_size)
+            announce(self._party, order, self.world, way.party.board)
         attempt = Attempt(way=way, order=order, target=target, old=self.world)
         attempt.start()
         return attempt
@@ -202,9 +198,8 @@ class Course:
         """Tell the others when this rank can begin; begin where all agreed to."""
         assert self._start is not None
         go = self._start.look(self._edge, self._step)
-        # A forward without a step yet: gradients wait for a later step, equally on all ranks, which wait with them.
-        # Gradients themselves would not tell: FSDP2 may hold them back, and a rank with frozen parameters has none.
-        if go is not None and 0 <= go.edge <= self._edge and self.world.forwards.seen:
+        # Gradients wait for a later step, equally on all ranks, which wait with them.
+        if go is not None and 0 <= go.edge <= self._edge and self.world.pending.waits:
             go = self._start.starves(self._edge)
         if go is None or go.edge > self._edge:
             return
@@ -212,13 +207,16 @@ class Course:
         self._order = None
         if self._attempt is not None and go.edge < 0:
             self._give_up(self._attempt, go.reason)
+        elif go.edge < 0:
+            self._turns.answer(order, "aborted", go.reason)
+        elif order.verb == "prepare":
+            attempt, self._attempt = self._attempt, None
+            self._turns.answer(order, "done", self.ready.keep(attempt))
         elif self._attempt is not None:
             self._order = order
             self.pause = order.after
             if not self.pause:
                 self._begin(self._attempt)
-        elif go.edge < 0:
-            self._turns.answer(order, "aborted", go.reason)
         elif order.verb == "save":
             self._saver.begin(self.world, self._step, order)
         elif order.verb == "park":
@@ -253,6 +251,7 @@ class Course:
         self._travels.agree(verb, goes=go is not None and go.edge >= 0)
         if self._order is not None and start is not None:
             self._advance(self._order)
+        self.ready.give_up()
         self._travels.now(self.world, verb, step)
         self._step_ended = time.perf_counter()
 
@@ -384,7 +383,7 @@ class Course:
     def _note(self, attempt: Attempt, outcome: str, reason: str, told: dict[int, Any]) -> None:
         """Write down how a switch has ended, and answer who asked for it."""
         order, step = attempt.order, attempt.step if attempt.way.comes else self._step
-        if self._recorder:
+        if self._recorder and order.verb != "prepare":
             self._recorder.ended(attempt, outcome, reason, step, told)
         said, since = "done" if outcome == "committed" else outcome, f"{order.layout} since step {step}"
         self._turns.answer(order, said, reason or since, order.number)

@@ -13,10 +13,11 @@ from dynatrain.train.agreement import on_every_rank
 from dynatrain.train.groups import GroupPool
 from dynatrain.train.install import check_carried, make_world, survey
 from dynatrain.train.party import Party
-from dynatrain.train.registered import try_out
+from dynatrain.train.registered import require_made_anew, try_out
 from dynatrain.train.states import UnknownStateError, create_optimizer_state, leaves
 from dynatrain.train.streams import Streams
 from dynatrain.train.targets import require_reduced
+from dynatrain.train.torch_private import set_for_a_while
 from dynatrain.train.world import GRAD, World, is_scheduler
 
 Initial = Callable[[World, Pool], None]
@@ -56,13 +57,14 @@ def _built_on_meta(party: Party, groups: GroupPool, layout: Layout) -> World:
     """As every later layout is built; where the first is not, a rehearsal, which costs one build without memory.
 
     Raises:
-        UnknownStateError: it seeds or draws, which training would feel.
+        UnknownStateError: it seeds, draws, or sets for a while what is one for all threads: training would feel it.
     """
     before = Streams.read(party.device)
     elsewhere = before.of_new_rank(-1, 0, party.device)  # where nobody seeds them to, so that any seed is seen
     elsewhere.restore(party.device)
     try:
-        world = make_world(party, groups, layout, on_meta=True)
+        with set_for_a_while() as for_a_while:
+            world = make_world(party, groups, layout, on_meta=True)
         moved = not Streams.read(party.device).same(elsewhere)
     finally:
         before.restore(party.device)
@@ -71,6 +73,13 @@ def _built_on_meta(party: Party, groups: GroupPool, layout: Layout) -> World:
             "build seeds, or draws from, the process-wide random streams on meta: every later layout is built beside "
             "training, which draws from the same. Seed before Switcher(...), or in build where torch.empty(0) is not "
             "on meta, or let initial do it"
+        )
+    if for_a_while:
+        raise UnknownStateError(
+            f"build sets torch's {', '.join(dict.fromkeys(for_a_while))} for a while: that is one for all threads, and "
+            "every later layout is built beside training, which would compute with it meanwhile. Set it before "
+            "Switcher(...), or give a dtype to what is built: AutoModel.from_config(config, "
+            "dtype=torch.get_default_dtype()), and .to(...) behind it for what is frozen in 16 bits"
         )
     return world
 
@@ -119,7 +128,7 @@ def join(party: Party, world: World, label: str, thing: Any) -> None:
         world.objects[label] = _made(label, thing, world)
         party.factories[label] = thing
     else:
-        try_out(label, thing, world.found)
+        try_out(label, thing, world)
         world.objects[label] = thing
 
 
@@ -176,4 +185,5 @@ def _made(label: str, factory: Any, world: World) -> Any:
             f"{label}: the factory's product holds tensors of parameters, which it would make anew in each layout; "
             "give the object itself"
         )
+    require_made_anew(label, product, world)
     return product

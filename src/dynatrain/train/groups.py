@@ -5,7 +5,9 @@ Moves, checks and control never share a group with training, so that a failed mo
 What a switch makes is its own until it commits (:meth:`GroupPool.draft`): an attempt that was given up may have made a
 group on some members only, and the next attempt, which would find it there and not on the others, would wait for ever.
 For the same reason the name of a group says which switch made it, and no group is made before all its members have
-come: torch waits inside the store, where nobody can call a thread back.
+come: torch waits inside the store, where nobody can call a thread back. A member that is lost after it has come and
+before it has connected leaves the others in that wait all the same, for as long as an operation of the group may take:
+so nobody waits for a thread that makes groups, or needs its connection to the store (:class:`Connections`).
 """
 
 import threading
@@ -37,6 +39,33 @@ class GroupError(RuntimeError):
     """A group cannot be had: members did not come in time, or its switch was given up meanwhile."""
 
 
+class Connections:
+    """Connections to a store for making groups: one for each thread that makes one at the moment.
+
+    A connection takes one call after the other. While torch waits inside the store for a peer, nothing else comes
+    through: a thread that waits for a lost peer, and was given up, would have the next attempt wait behind it.
+
+    Args:
+        store: the first connection; used by nobody else.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._idle = [store]
+
+    @contextmanager
+    def one(self) -> Iterator[dist.Store]:
+        """One that no other thread uses inside."""
+        try:
+            store = self._idle.pop()
+        except IndexError:
+            store = self._store.clone()
+        try:
+            yield store
+        finally:
+            self._idle.append(store)
+
+
 class GroupPool:
     """All process groups of one rank in one world, or those that one switch has made so far.
 
@@ -44,7 +73,7 @@ class GroupPool:
     the same order relative to each other; every rank derives its requests from the layout alone, which gives that.
 
     Args:
-        store: shared by all ranks of the world; lives outside the ranks.
+        connections: to a store that all ranks of the world share; it lives outside the ranks.
         rank: this process.
         world: name of the world; part of every group's name.
         backend: ``gloo`` or ``nccl``.
@@ -52,11 +81,14 @@ class GroupPool:
         base: the pool that a switch draws on; None for the standing one.
         switch: number of the switch, 0 for none; part of every group's name.
         patience: seconds in which all members of a new group must come.
+
+    Attributes:
+        connections: likewise.
     """
 
     def __init__(
         self,
-        store: dist.Store,
+        connections: Connections,
         *,
         rank: int,
         world: str,
@@ -66,7 +98,7 @@ class GroupPool:
         switch: int = 0,
         patience: float = 1800.0,
     ) -> None:
-        self.store = store
+        self.connections = connections
         self.rank = rank
         self.world = world
         self.backend = backend
@@ -85,7 +117,7 @@ class GroupPool:
     def draft(self, switch: int, patience: float) -> "GroupPool":
         """A pool on top of this one for what a switch makes; then :meth:`keep` or :meth:`close` it."""
         return GroupPool(
-            self.store,
+            self.connections,
             rank=self.rank,
             world=self.world,
             backend=self.backend,
@@ -118,21 +150,23 @@ class GroupPool:
 
         Raises:
             GroupError: members did not come in time, and are named; or this pool was closed meanwhile.
+            dist.DistError, RuntimeError: one has come and did not connect within ``timeout_seconds``.
         """
         key = (purpose, tuple(members))
         if (found := self._find(key)) is not None:
             return found
         name = f"{self.world}.s{self._switch}.{purpose}." + "_".join(map(str, members))
-        self._meet(name, members)
-        group = named_group(
-            name,
-            list(members),
-            self.rank,
-            backend or self.backend,
-            self.store,
-            timedelta(seconds=timeout_seconds or self.timeout_seconds),
-        )
-        self._forget(name, len(members))
+        with self.connections.one() as store:
+            self._meet(store, name, members)
+            group = named_group(
+                name,
+                list(members),
+                self.rank,
+                backend or self.backend,
+                store,
+                timedelta(seconds=timeout_seconds or self.timeout_seconds),
+            )
+            _forget(store, name, len(members))
         with self._lock:
             if not self._closed:
                 self._groups[key] = group
@@ -201,25 +235,18 @@ class GroupPool:
         found = self._groups.get(key)
         return self._base._find(key) if found is None and self._base is not None else found  # noqa: SLF001
 
-    def _meet(self, name: str, members: Sequence[int]) -> None:
+    def _meet(self, store: dist.Store, name: str, members: Sequence[int]) -> None:
         """Wait, without blocking inside the store, until all members ask for the group."""
         end = time.monotonic() + self._patience
         pause, longest = _POLL
-        self.store.append(f"{name}/came", f"{self.rank} ")
-        while missing := set(members) - {int(rank) for rank in self.store.get(f"{name}/came").split()}:
+        store.append(f"{name}/came", f"{self.rank} ")
+        while missing := set(members) - {int(rank) for rank in store.get(f"{name}/came").split()}:
             if self._closed:
                 raise GroupError("the switch was given up")
             if time.monotonic() > end:
                 raise GroupError(f"ranks {sorted(missing)} did not come to make a group within {self._patience:g} s")
             time.sleep(pause)
             pause = min(pause * 1.5, longest)
-
-    def _forget(self, name: str, size: int) -> None:
-        """The last member that is connected takes everything about the group off the store."""
-        if int(self.store.add(f"{name}/made", 1)) == size:
-            for key in self.store.list_keys():
-                if key.startswith(f"{name}/"):
-                    self.store.delete_key(key)
 
 
 _BUILDING: ContextVar[tuple[GroupPool, Layout, str]] = ContextVar("building")
@@ -273,6 +300,14 @@ def axis_members(layout: Layout, axis: str, rank: int) -> list[int]:
         rank: one of the members.
     """
     return _members(layout, layout.digit(axis), rank)
+
+
+def _forget(store: dist.Store, name: str, size: int) -> None:
+    """The last member that is connected takes everything about the group off the store."""
+    if int(store.add(f"{name}/made", 1)) == size:
+        for key in store.list_keys():
+            if key.startswith(f"{name}/"):
+                store.delete_key(key)
 
 
 def _members(layout: Layout, digit: Digit, rank: int) -> list[int]:

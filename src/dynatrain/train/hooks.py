@@ -6,6 +6,8 @@ torch numbers all hooks of a process.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import is_
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 from dynatrain.models.names import strip_wrappers
 from dynatrain.train.live import Entry
+from dynatrain.train.module_settings import kind_of
 from dynatrain.train.optimizers.several import members
 from dynatrain.train.torch_private import Hook, hooks_of
 
@@ -78,7 +81,12 @@ def carry_hooks(old: Any, new: Any) -> None:
 
     Modules are the same where their paths are, or else where these are without wrappers, of which the outermost counts;
     :func:`check_hooks` has let no pipeline stages pass.
+    A hook that is bound to a module, to the optimizer or to what a factory made (a method, a ``partial`` over one, the
+    module itself) is bound to its namesake. What a factory has registered again by itself is there once.
     Handles from the first registration belong to the old modules: their ``remove()`` has no effect any more.
+
+    Raises:
+        UnknownHookError: there is no namesake; with every one of them.
     """
     carried = list(_users(old.parts, old.optimizer, old.built_hooks))
     if not carried:
@@ -88,8 +96,77 @@ def carry_hooks(old: Any, new: Any) -> None:
     for _, bare, owner in named:
         targets.setdefault(bare, owner)
     targets |= {where: owner for where, _, owner in named}
+    twins, problems = _Twins(old, new, named), []
+    again = {
+        id(owner): [hook.call for hook in hooks_of(owner) if hook.number not in new.built_hooks]
+        for owner in targets.values()
+    }
     for where, bare, hook in carried:
-        getattr(targets.get(where, targets[bare]), hook.register)(hook.call, **hook.options)
+        owner = targets.get(where, targets.get(bare))
+        if owner is None:
+            problems.append(f"{hook} on {where}: the next layout has no {bare}, register it in build")
+            continue
+        call = twins.of(hook.call)
+        if twins.lost:
+            problems.append(
+                f"{hook} on {where} is bound to {', '.join(twins.lost)}, which the next layout has not: register it in "
+                "build, or bind it to an object of your own"
+            )
+            twins.lost.clear()
+        elif call not in again[id(owner)]:
+            getattr(owner, hook.register)(call, **hook.options)
+    if problems:
+        raise UnknownHookError("; ".join(problems))
+
+
+class _Twins:
+    """What stands in a new world for the modules, the optimizer and the factories' products of an old one.
+
+    Args:
+        old: the old world.
+        new: the new one.
+        named: its modules and optimizers, outermost wrappers first, each with its place and the same without wrappers.
+
+    Attributes:
+        lost: what was asked for and has no namesake, for people.
+    """
+
+    def __init__(self, old: Any, new: Any, named: Sequence[tuple[str, str, Any]]) -> None:
+        self.lost: list[str] = []
+        self._named = named
+        self._places = {id(owner): names for names, owner in _owners(old.parts, old.optimizer)}
+        self._made = {
+            id(thing): new.objects.get(label)
+            for label, thing in old.objects.items()
+            if new.objects.get(label) is not thing
+        }
+
+    def of(self, thing: Any) -> Any:
+        """``thing`` with twins in the place of what it is, or is bound to; itself where it is bound to nothing old."""
+        if id(thing) in self._places:
+            return self._namesake(thing)
+        if id(thing) in self._made:
+            return self._made[id(thing)]
+        if isinstance(thing, MethodType):
+            owner = self.of(thing.__self__)
+            return thing if owner is thing.__self__ else MethodType(thing.__func__, owner)
+        if isinstance(thing, partial):
+            before = (thing.func, *thing.args, *thing.keywords.values())
+            func, *rest = after = [self.of(one) for one in before]
+            if all(map(is_, before, after)):
+                return thing
+            words = dict(zip(thing.keywords, rest[len(thing.args) :], strict=True))
+            return type(thing)(func, *rest[: len(thing.args)], **words)
+        return thing
+
+    def _namesake(self, thing: Any) -> Any:
+        """A wrapper has the name of what is in it: the one of the same class, else the innermost."""
+        where, bare = self._places[id(thing)]()
+        alike = [owner for _, name, owner in self._named if name == bare]
+        if not alike:
+            self.lost.append(where)
+            return thing
+        return next((owner for owner in alike if kind_of(owner) is kind_of(thing)), alike[-1])
 
 
 def _users(

@@ -33,15 +33,17 @@ from dynatrain.train.live import (
     reshard,
 )
 from dynatrain.train.module_settings import apply, refuse_meta, settings_of
+from dynatrain.train.optimizer_settings import refuse_meta_tensors, set_optimizer
 from dynatrain.train.optimizers.several import Several
 from dynatrain.train.optimizers.state import scalar_device
 from dynatrain.train.party import Party
-from dynatrain.train.registered import check_holders, common, snapshot
+from dynatrain.train.pending import Pending
+from dynatrain.train.registered import check_holders, common, made_anew, snapshot
 from dynatrain.train.retire import retire
 from dynatrain.train.segments import SegmentError, held_shape
 from dynatrain.train.states import Form, Leaf, UnknownStateError, forms, replace_leaves
 from dynatrain.train.torch_private import local_tensor
-from dynatrain.train.world import GRAD, Forwards, World, as_parts, carry_groups
+from dynatrain.train.world import GRAD, World, as_parts, carry_groups
 
 
 def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool) -> World:
@@ -62,13 +64,12 @@ def make_world(party: Party, groups: GroupPool, layout: Layout, *, on_meta: bool
         )
     if on_meta:
         refuse_meta(parts, found)
-    forwards = Forwards()
-    for part in parts if optimizer.param_groups else ():  # without an update to come, no forward waits for one
-        part.register_forward_pre_hook(forwards)
+        refuse_meta_tensors(optimizer)
+    pending = Pending(parts, optimizer)
     hooks = built_hooks(parts, optimizer)
     built = settings_of(parts, found, party.names)
     return World(
-        layout, mesh, parts, optimizer, found, built_hooks=hooks, forwards=forwards, rule=party.names, built=built
+        layout, mesh, parts, optimizer, found, built_hooks=hooks, pending=pending, rule=party.names, built=built
     )
 
 
@@ -255,11 +256,12 @@ def bind(party: Party, old: World, new: World, pieces: Pieces) -> None:
     new.untouched = old.untouched
     new.gradients = {name: by_name[name][GRAD] for name in new.found if GRAD in by_name[name]}
     give(new, new.gradients)
-    carry_hooks(old, new)
     refuse_meta(new.parts, {})  # also what a list has kept of parameters, whose places others have taken
     apply(new.parts, new.found, new.rule, new.built, new.changed)
+    set_optimizer(new.optimizer, new.built_optimizer, new.changed)
     give_extra_states(new.owners, new.given)
     _bind_objects(party, old, new, by_name)
+    carry_hooks(old, new)
 
 
 def _local(entry: Entry, state: State, piece: Piece) -> torch.Tensor:
@@ -303,9 +305,10 @@ def _bound(param: torch.Tensor, state: State, value: torch.Tensor, group: Mappin
 
 def _bind_objects(party: Party, old: World, new: World, by_name: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     held = old.object_leaves()
+    made = made_anew({label: party.factories[label] for label in old.objects if label in party.factories}, old, new)
     for label, thing in old.objects.items():
         if label in party.factories:
-            new.objects[label] = party.factories[label](new.optimizer)
+            new.objects[label] = made[label]
             new.objects[label].load_state_dict(snapshot(thing.state_dict(), ()))
         else:
             new.objects[label] = thing

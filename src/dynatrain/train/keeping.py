@@ -4,7 +4,9 @@ Copies are made beside a forward and backward, as a save's are, by a thread that
 training leaves over; what is sent goes over a group of its own, at most so many bytes a second. While a snapshot is
 made the one before it stays, on all ranks: the next one is not begun before all have said that they have this one
 whole, and they agree on the edge from which on it may be, so that a snapshot is of one step on all ranks. A rank thus
-holds two notes at most. What belongs to a step and is no tensor is noted at its edge.
+holds two notes at most. Nothing is sent before all have their copies: where the loop has written on one rank what was
+being copied there, the snapshot is dropped on all, the one before it stays, and the next one is begun when it is due.
+What belongs to a step and is no tensor is noted at its edge.
 
 A switch makes notes worthless, since they are of boxes that nobody owns any more: they are dropped, and the next
 snapshot is due at once.
@@ -27,13 +29,14 @@ from dynatrain.plan.keepers import Keepers, keepers, kept_boxes
 from dynatrain.plan.plan import Granule
 from dynatrain.space.box import Box
 from dynatrain.train.account import Account, take
-from dynatrain.train.agreement import SwitchAbortedError
+from dynatrain.train.agreement import Objection, SwitchAbortedError, exchange, objection_of
 from dynatrain.train.extra_state import extra_states, give_extra_states
 from dynatrain.train.party import Party
 from dynatrain.train.registered import snapshot
 from dynatrain.train.snapshot import Snapshot
 from dynatrain.train.streams import Streams
 from dynatrain.train.world import World
+from dynatrain.train.written import Watch
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,7 +97,7 @@ class Note:
         """
         if unknown := sorted({owner.name for owner in world.owners} - self.extra.keys()):
             raise SwitchAbortedError(f"no note on this rank has the extra state of {', '.join(unknown)}")
-        take(world, self.account.common, self.account.groups)
+        take(world, self.account.common, self.account.groups, self.account.optimizers)
         give_extra_states(world.owners, self.extra)
         Streams.of(self.account.streams).restore(device)
 
@@ -140,15 +143,18 @@ class Keeping:
     def edge(self, edge: int, step: int) -> None:
         """Begin a snapshot where one is due and all ranks may; on all ranks alike."""
         if self._under_way is not None and self._under_way.done:
-            self._under_way = None
-            if self._notes[-1].whole:
+            refused, self._under_way = self._under_way.refused, None
+            if refused:
+                self._notes.pop()
+            elif self._notes[-1].whole:
                 self._told(self._notes[-1], self._keepers)
-                if self._party.board.vote(self._topic, self._party.rank, edge):
-                    self._party.board.decide(self._topic, {"edge": edge + 1})
+            ended = refused or self._notes[-1].whole
+            if ended and self._party.board.vote(self._topic, self._party.rank, edge):
+                self._party.board.decide(self._topic, {"edge": edge + 1})
         if self._allowed < 0 and (found := self._party.board.decided(self._topic)) is not None:
             self._allowed = found["edge"]
             self._party.board.leave(self._topic)
-        due = not self._notes or step % self._keeps.every == 0
+        due = self._number == 0 or step % self._keeps.every == 0
         if due and 0 <= self._allowed <= edge:
             self._begin(step)
 
@@ -179,12 +185,17 @@ class Keeping:
         self._allowed = -1
         note = Note(step=step, account=Account.of(party, world, step), extra=snapshot(extra_states(world.owners), ()))
         self._notes.append(note)
-        self._under_way = _Taking(party, world, note, self._keepers, self._boxes, self._keeps.bytes_per_second)
+        rate = self._keeps.bytes_per_second
+        self._under_way = _Taking(party, world, note, self._keepers, self._boxes, rate, f"{self._topic}/copied")
         self._under_way.start()
 
 
 class _Taking:
-    """One snapshot while it is made; ``note`` fills up."""
+    """One snapshot while it is made; ``note`` fills up.
+
+    Attributes:
+        refused: it is given up, on all ranks alike, because one of them has no copies of the step.
+    """
 
     def __init__(
         self,
@@ -194,13 +205,18 @@ class _Taking:
         keepers: Keepers,
         boxes: Mapping[int, Mapping[Granule, Box]],
         bytes_per_second: float,
+        topic: str,
     ) -> None:
         self._party = party
+        # Of this world: the party may go on to another one meanwhile.
+        self._rank, self._everyone, self._groups = party.rank, party.everyone, party.groups
         self._catalogue = world.catalogue
         self._note = note
         self._keepers = keepers
         self._boxes = boxes
         self._rate = bytes_per_second
+        self._topic = topic
+        self.refused = False
         self._pieces = world.pieces(party.rank, party.device)
         tensors = {}
         for granule, piece in self._pieces.items():
@@ -208,7 +224,8 @@ class _Taking:
             # What a forward may write, or code between two optimizer steps, is copied at once.
             early = state.name == "buffer" or state.name in world.forms
             tensors[_key(granule)] = piece.tensor.clone() if early else piece.tensor
-        self._copies = Snapshot(tensors, 0)
+        watch, by_key = Watch(world, self._pieces, closely=True), {_key(granule): granule for granule in self._pieces}
+        self._copies = Snapshot(tensors, 0, check=lambda key: watch.require_unwritten(by_key[key]))
         self._thread = threading.Thread(target=self._run, name="keeping", daemon=True)
 
     def start(self) -> None:
@@ -234,27 +251,48 @@ class _Taking:
         began = time.monotonic()
         try:
             step_aside()
-            for granule, piece in self._pieces.items():
-                copy = self._copies.take(_key(granule))
-                self._note.own[granule] = Piece(copy.contiguous(), piece.box)
-            self._pieces = {}
+            self._agree(self._take())
             self._note.own_whole = True
             self._exchange()
             self._note.wards_whole = True
         except Exception as error:  # noqa: BLE001 - a snapshot never ends a run
-            _LOG.warning(
-                "the snapshot of step %d is not whole on rank %d: %s", self._note.step, self._party.rank, error
-            )
+            step, rank = self._note.step, self._party.rank
+            _LOG.warning("the snapshot of step %d is not whole on rank %d: %s", step, rank, error)
         self._note.seconds = time.monotonic() - began
+
+    def _take(self) -> Objection | None:
+        """Fill the note with the copies; why there are none."""
+        try:
+            for granule, piece in self._pieces.items():
+                copy = self._copies.take(_key(granule))
+                self._note.own[granule] = Piece(copy.contiguous(), piece.box)
+        except Exception as problem:  # noqa: BLE001 - told to all ranks
+            return objection_of(problem)
+        finally:
+            self._pieces = {}
+        return None
+
+    def _agree(self, objection: Objection | None) -> None:
+        """Return when all ranks have their copies.
+
+        Raises:
+            SwitchAbortedError: one has none.
+        """
+        board, rank = self._party.board, self._party.rank
+        try:
+            exchange(board, self._topic, rank, payload=None, objection=objection, timeout=WAIT_SECONDS)
+        except SwitchAbortedError:
+            self.refused = True
+            raise
 
     def _exchange(self) -> None:
         """Send what this rank alone has to its keeper, and take its wards'."""
         if not any(keeper is not None for keeper in self._keepers.keeper):
             return
-        party, keeper = self._party, self._keepers.keeper[self._party.rank]
-        group = party.groups.get("keep", party.everyone, backend="gloo")
-        transport, arriving = GroupTransport(group, party.everyone), []
-        for ward in self._keepers.wards(party.rank):
+        keeper, everyone = self._keepers.keeper[self._rank], self._everyone
+        group = self._groups.get("keep", everyone, backend="gloo")
+        transport, arriving = GroupTransport(group, everyone), []
+        for ward in self._keepers.wards(self._rank):
             flat = torch.empty(packed_bytes(self._catalogue, self._boxes[ward]), dtype=torch.uint8)
             arriving += [Message(ward, chunk) for chunk in flat.split(CHUNK_BYTES)]
             self._note.wards[ward] = unpacked(self._catalogue, self._boxes[ward], flat)
@@ -265,7 +303,7 @@ class _Taking:
 
     def _send(self, transport: GroupTransport, keeper: int) -> None:
         began = time.monotonic()
-        boxes = self._boxes[self._party.rank]
+        boxes = self._boxes[self._rank]
         for chunk in packed(self._catalogue, boxes, self._note.own, CHUNK_BYTES):
             transport.post([Message(keeper, chunk)], []).wait(WAIT_SECONDS)
             self._note.sent += chunk.numel()

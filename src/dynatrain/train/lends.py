@@ -6,6 +6,7 @@ from typing import Any
 from dynatrain.config.run import STEPS_BETWEEN
 from dynatrain.observe.asked import Asked
 from dynatrain.observe.requests import Request, submit
+from dynatrain.train.argument import ArgumentError
 from dynatrain.train.party import Party
 from dynatrain.train.turns import Turns
 
@@ -33,13 +34,13 @@ class Lends:
             What may be waited for behind that edge: then the processes are gone, and their memory is free.
 
         Raises:
-            ValueError: no agent starts and ends this loop's ranks; there are no such ranks, or none would stay; or the
-                step is too near.
+            ArgumentError: no agent starts and ends this loop's ranks; there are no such ranks, or none would stay; or
+                the step is too near.
         """
         size, leave = self._party.world_size, sorted(set(ranks))
         left = size - (len(leave) or count)
         if bool(leave) == bool(count) or not 0 < left < size or not set(leave) <= set(range(size)):
-            raise ValueError(
+            raise ArgumentError(
                 f"ranks = {list(ranks)}, count = {count}: one of both, of ranks 0 to {size - 1}, of which one stays"
             )
         which: dict[str, Any] = {"leave": leave} if leave else {"size": left}
@@ -60,11 +61,11 @@ class Lends:
     def _ask(self, verb: str, arguments: Mapping[str, Any], at: int) -> Asked:
         worlds = self._party.worlds
         if worlds is None or worlds.folder is None:
-            raise ValueError(
+            raise ArgumentError(
                 f"{verb}: no agent of dynatrain starts and ends the ranks of this loop; see docs/workers.md"
             )
         if at < self.step + STEPS_BETWEEN:
-            raise ValueError(f"at = {at}: step {self.step} is under way; nearest: {self.step + STEPS_BETWEEN}")
+            raise ArgumentError(f"at = {at}: step {self.step} is under way; nearest: {self.step + STEPS_BETWEEN}")
         # Of all ranks one and the same request, whoever writes it first.
         told = f"loop-{worlds.attempt}-{self._party.generation}-{self.step}-{verb}"
         asked = Asked(worlds.folder.requests, told, verb)

@@ -12,8 +12,8 @@ seed, other number of samples) it is refused. It moves with ``sw.step``, not wit
 an aborted switch, and a second call within a step, get the same global batch.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from dynatrain.layout.form import LayoutError
 from dynatrain.layout.layout import Layout
 from dynatrain.layout.nearest import ranked
 from dynatrain.layout.text import print_layout, short_layout
+from dynatrain.train.sample_streams import Sample, Seeded, apart
 from dynatrain.train.switcher import Switcher
 
 Share = tuple[int, int]
@@ -103,7 +104,7 @@ class _Cursor:
 
 
 class _Shares:
-    """The batch sampler of a ``DataLoader``: the ids of one share, from one global batch on, without an end."""
+    """The batch sampler of a ``DataLoader``: the samples of one share, from one global batch on, without an end."""
 
     def __init__(self, seed: int, global_batch: int, num_samples: int) -> None:
         self._seed = seed
@@ -111,10 +112,11 @@ class _Shares:
         self._num_samples = num_samples
         self.first, self.share = 0, (0, 1)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Sample]]:
         rank, ways = self.share
         for first in count(self.first, self._global_batch):
-            yield ids_from(self._seed, first, self._global_batch, self._num_samples)[rank::ways].tolist()
+            ids = ids_from(self._seed, first, self._global_batch, self._num_samples)[rank::ways].tolist()
+            yield [((first + rank + i * ways) // self._num_samples, number) for i, number in enumerate(ids)]
 
 
 class DatasetLoader(_Cursor):
@@ -126,13 +128,18 @@ class DatasetLoader(_Cursor):
 
     Each data rank loads its own share and nothing else. Workers persist; they load ahead under the layout of the
     moment, and what they have loaded is thrown away when the share changes (at most ``num_workers * prefetch_factor``
-    batches). What a dataset draws at random in ``__getitem__`` depends on the worker, hence on the layout and on where
-    a run was taken up, unless it is keyed by the sample; no two data ranks draw alike, and nothing is drawn twice.
+    batches).
+
+    What a sample draws from Python's, numpy's and torch's process-wide streams on the host is a function of the seed,
+    the epoch and its id: the same in every layout, with any number of workers, after a resume; and the streams of the
+    training process stay where they stand. See :class:`dynatrain.train.sample_streams.Seeded`, also for its price. What
+    a ``collate_fn`` draws is equal on ranks of one data rank, and another for each data rank: it follows from the
+    batch's last sample, hence from the layout.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``; equal on all ranks.
         global_batch: samples of one step; a multiple of the data ranks of every layout.
-        seed: of the order.
+        seed: of the order, and of what samples draw.
         **options: of ``torch.utils.data.DataLoader``: ``num_workers``, ``collate_fn``, ``pin_memory``, ...
 
     Raises:
@@ -150,14 +157,15 @@ class DatasetLoader(_Cursor):
             raise LoaderError("; ".join(problems))
         self._order = {"seed": seed, "samples": len(dataset)}
         self._ids = _Shares(seed, global_batch, len(dataset))
-        self._generator = torch.Generator()  # else each change of share drew from the process's own
+        in_process = not options.get("num_workers", 0)
         self._loader = DataLoader(
-            dataset,
+            Seeded(dataset, seed),
             batch_sampler=self._ids,
-            persistent_workers=options.get("num_workers", 0) > 0,
-            generator=self._generator,
+            persistent_workers=not in_process,
+            generator=torch.Generator(),  # else each change of share drew from the process's own
             **options,
         )
+        self._apart = apart if in_process else nullcontext
         self._batches: Iterator[Any] = iter(())
         self._next: tuple[int, Share] | None = None
 
@@ -166,10 +174,10 @@ class DatasetLoader(_Cursor):
         first, share = self._first(switcher.step), self._share(switcher.layout)
         if self._next != (first, share):
             self._ids.first, self._ids.share = first, share
-            self._generator.manual_seed(_seed(self._order["seed"], first, share))
             self._batches = iter(self._loader)
         self._next = first + self.global_batch, share
-        return next(self._batches)
+        with self._apart():
+            return next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor, with what else the order is a function of."""
@@ -189,12 +197,6 @@ class DatasetLoader(_Cursor):
                 "never; keep what it was, or begin anew without this state"
             )
         super().load_state_dict(state)
-
-
-def _seed(seed: int, first: int, share: Share) -> int:
-    """Of what workers draw from ``first`` on: another one for each data rank, and each time that a run is taken up."""
-    words = f"{seed}/{first}/{share[0]}/{share[1]}".encode()
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
 
 
 class Source(Protocol):

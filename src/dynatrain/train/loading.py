@@ -13,7 +13,7 @@ from dynatrain.observe.checkpoints import MANIFEST, CheckpointError, Manifest, d
 from dynatrain.plan.shelves import reads
 from dynatrain.space.box import volume, whole
 from dynatrain.space.tensor import Catalogue, values_of
-from dynatrain.train.account import group_names, mismatches, take
+from dynatrain.train.account import OPTIMIZERS, group_names, mismatches, take
 from dynatrain.train.agreement import SwitchAbortedError, exchange, objection_of
 from dynatrain.train.extra_state import give_extra_states
 from dynatrain.train.keys import GROUPS, STATE, extra_path, flat, granule_path, streams_path
@@ -88,7 +88,9 @@ class _Found:
         catalogue = values_of(world.catalogue) if weights else world.catalogue
         self._shelf = shelf_of(catalogue, world.forms, self._folder, rename or (lambda key: key))
         self._options: list[dict[str, Any]] = []
-        if self._account is not None and (wrong := mismatches(world, self._account["objects"])):
+        if self._account is not None and (
+            wrong := mismatches(world, self._account["objects"], self._account.get(OPTIMIZERS, {}))
+        ):
             raise FolderError(f"{path} cannot be loaded", wrong)
         assert world.ownership is not None
         boxes = boxes_of(self._shelf, catalogue)
@@ -135,7 +137,7 @@ class _Found:
         """Overwrite everything. What may refuse its state, a registered object or a module, is asked first."""
         party, world = self._party, self._world
         if self._account is not None:
-            take(world, self._account["objects"], self._options)
+            take(world, self._account["objects"], self._options, self._account.get(OPTIMIZERS, {}))
             names = {owner.name for owner in world.owners}
             give_extra_states(world.owners, {name: self._folder.read(flat(extra_path(name))) for name in names})
         pieces = world.pieces(party.rank, party.device)
@@ -155,7 +157,7 @@ def take_rest(folder: DcpFolder, account: Mapping[str, Any], world: World, rank:
         rank: in that world, whose random streams are restored, too.
         device: of the streams.
     """
-    take(world, account["objects"], list(_param_groups(folder).values()))
+    take(world, account["objects"], list(_param_groups(folder).values()), account.get(OPTIMIZERS, {}))
     names = {owner.name for owner in world.owners}
     give_extra_states(world.owners, {name: folder.read(flat(extra_path(name))) for name in names})
     _restore_streams(folder, rank, int(account["step"]), device)

@@ -151,19 +151,23 @@ class Mending:
         )
 
     def prepare(self, attempt: Attempt) -> None:
-        """Build and warm, together with all others.
+        """Build and warm, together with all others. A thread that does not end is not waited for.
 
         Raises:
             SwitchAbortedError: some survivor cannot, or is lost itself.
         """
         attempt.start()
         assert self.party.worlds is not None
-        alarm = self.party.worlds.alarm
-        while not attempt.prepared:
+        alarm, why = self.party.worlds.alarm, ""
+        while not (attempt.prepared or why):
             attempt.join(JOIN_SECONDS)
+            waited = time.monotonic() - attempt.began
             if alarm is not None and alarm.beyond(self.loss.generation):
-                attempt.give_up()  # else a group that somebody does not come to make is waited for
-        self._ask("prepared", None, Objection(why=attempt.problem) if attempt.problem else None)
+                why = "there is another loss"
+            elif waited > 2 * self.party.patience:  # for build and for warm
+                why = f"rank {self.party.rank} is not prepared after {waited:.3g} s"
+        why = attempt.problem or why
+        self._ask("prepared", None, Objection(why=why) if why else None)
 
     def _ask(self, what: str, payload: Any, objection: Objection | None = None) -> list[Any]:
         party, loss = self.party, self.loss

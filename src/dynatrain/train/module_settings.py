@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from dynatrain.models.names import WRAPPERS, NameRule, strip_wrappers
 from dynatrain.train.live import Entry
-from dynatrain.train.settings import ABSENT, UNIT, UNSEEN, Held, Key, Settings, carried, require_takers
+from dynatrain.train.plain import MOST, SCALARS, UNSEEN, plain
+from dynatrain.train.settings import ABSENT, RESULT, UNIT, Held, Inside, Key, Settings, require_takers
 from dynatrain.train.states import UnknownStateError
 from dynatrain.train.torch_private import times_written
 from dynatrain.train.torch_private_fsdp import fsdp_settings, set_fsdp
@@ -19,24 +20,34 @@ from dynatrain.train.torch_private_fsdp import fsdp_settings, set_fsdp
 _TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}  # this is speed alone
 _WRAPPERS = frozenset().union(*WRAPPERS.values())
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial)
+_NOT_READ = ("torch.", "dynatrain.", "logging")
+"""Whose objects settle by themselves what they are set to."""
 _OWNER = "_owner"
+
+
+class _Plain:
+    """An object of Python alone."""
+
+
+_PLAIN_SIZES = {_Plain.__basicsize__, SimpleNamespace.__basicsize__}
 
 
 def settings_of(parts: Sequence[nn.Module], found: Mapping[str, Entry], rule: NameRule) -> Settings:
     """All settings of a world's modules, parameters and FSDP units, as they are now."""
     now: Settings = {}
+    objects: dict[int, Any] = {}  # what was read of each, by its identity: many modules hold one ``config``
     for name, module in _modules(parts, rule):
-        for attribute, value in _attributes(module):
+        for attribute, value in _attributes(module, objects):
             now.setdefault((f"module {name}", attribute), value)
         if isinstance(module, FSDPModule):
-            plain, held = fsdp_settings(module)
-            now |= {(f"{UNIT}{name}", setting): value for setting, value in plain.items()}
+            values, held = fsdp_settings(module)
+            now |= {(f"{UNIT}{name}", setting): value for setting, value in values.items()}
             now |= {(f"{UNIT}{name}", setting): Held(value) for setting, value in held.items()}
     for name, entry in found.items():
         if isinstance(entry.value, nn.Parameter):
             now[f"parameter {name}", "requires_grad"] = entry.value.requires_grad
             for attribute, value in vars(entry.value).items():
-                now[f"parameter {name}", attribute] = value if carried(value) else Held(value)
+                now[f"parameter {name}", attribute] = Held(value) if (copy := plain(value)) is UNSEEN else copy
     return now
 
 
@@ -67,7 +78,7 @@ def apply(
         by_owner.setdefault(whose, {})[which] = now
     for name, module in _modules(parts, rule):
         values = by_owner.get(f"module {name}", {})
-        wrapper = _kind(module).__name__ in _WRAPPERS
+        wrapper = kind_of(module).__name__ in _WRAPPERS
         _set(module, {key: value for key, value in values.items() if key == "training" or not wrapper})
         if isinstance(module, FSDPModule):
             set_fsdp(module, by_owner.get(f"{UNIT}{name}", {}))
@@ -113,8 +124,8 @@ def _name(part: nn.Module, path: str, rule: NameRule) -> str:
     return name.removesuffix(_OWNER).removesuffix(".")
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    kind = _kind(module)
+def _attributes(module: nn.Module, objects: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    kind = kind_of(module)
     if kind.__name__ in _WRAPPERS:
         yield "training", module.training
         return
@@ -122,14 +133,37 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for attribute, value in vars(module).items():
         if attribute in _TORCHS_OWN or (private and attribute.startswith("_")):
             continue
-        if carried(value):
+        if type(value) in SCALARS:
             yield attribute, value
+        elif id(value) in objects:
+            yield attribute, objects[id(value)]
         elif isinstance(value, torch.Tensor) and value.grad_fn is None and not _speaks_for_itself(module):
             yield attribute, Held(value, times_written(value))
-        elif isinstance(value, _FUNCTIONS):
-            yield attribute, Held(value)
-        else:  # a container, an object; or a result of the last forward, which the next one makes again
-            yield attribute, UNSEEN
+        elif (seen := _seen(value)) is not UNSEEN:
+            yield attribute, seen
+        else:
+            objects[id(value)] = inside = _inside(value)
+            yield attribute, inside
+
+
+def _seen(value: Any) -> Any:
+    """A value as settings have it, but for tensors that are kept, and objects."""
+    if isinstance(value, _FUNCTIONS):
+        return Held(value)
+    return RESULT if next(_tensors(value), None) is not None else plain(value)
+
+
+def _inside(thing: Any) -> Any:
+    """What an object is set to; UNSEEN where it is not of plain values alone, but keeps tensors or is torch's."""
+    kind = type(thing)
+    # Of another size than an object of Python alone: what it is, is not all in its attributes, as with a random stream.
+    if kind.__basicsize__ not in _PLAIN_SIZES or isinstance(thing, nn.Module) or kind.__module__.startswith(_NOT_READ):
+        return UNSEEN
+    values = getattr(thing, "__dict__", None)
+    if not isinstance(values, dict) or len(values) > MOST:
+        return UNSEEN
+    found = {name: UNSEEN if isinstance(value, _FUNCTIONS) else _seen(value) for name, value in values.items()}
+    return UNSEEN if any(value is RESULT for value in found.values()) else Inside(thing, found)
 
 
 def _speaks_for_itself(module: nn.Module) -> bool:
@@ -137,8 +171,8 @@ def _speaks_for_itself(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
-def _kind(module: nn.Module) -> type:
-    """The module's class as it was before FSDP2 put one of its own in its place."""
+def kind_of(module: object) -> type:
+    """A module's class as it was before FSDP2 put one of its own in its place."""
     return type(module).__mro__[2] if isinstance(module, FSDPModule) else type(module)
 
 
@@ -153,9 +187,24 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _set(owner: nn.Module | torch.Tensor, values: Mapping[str, Any]) -> None:
     for which, value in values.items():
+        thing, dot, inside = which.partition(".")
         if which == "requires_grad":
             owner.requires_grad_(value)
-        elif not isinstance(value, str) or value != ABSENT:
-            setattr(owner, which, value)
-        elif hasattr(owner, which):
-            delattr(owner, which)
+        elif not dot:
+            _put(owner, which, value)
+        else:
+            whole = getattr(owner, thing)
+            try:
+                _put(whole, inside, value)
+            except Exception as error:
+                raise UnknownStateError(
+                    f"{which} was set since build, and the next {type(whole).__name__} does not take it: {error}; set "
+                    "it in build"
+                ) from error
+
+
+def _put(owner: Any, which: str, value: Any) -> None:
+    if not isinstance(value, str) or value != ABSENT:
+        setattr(owner, which, value)
+    elif hasattr(owner, which):
+        delattr(owner, which)

@@ -21,8 +21,8 @@ class Order:
         at: first step that is to run in the new layout; -1 for as soon as all are ready.
         after: micro-batches of that step that still run in the old layout; 0 for a switch at the step's edge.
         edge: step edge of rank 0 at which it was decided; the other ranks know of it by the edge after.
-        verb: ``switch``; ``scale``, ``lend`` or ``reclaim`` (switches to other members); ``loss``, to those that are
-            left; ``park``, ``unpark``, ``save`` or ``stop``.
+        verb: ``switch``; ``prepare``, which stops short of it; ``scale``, ``lend`` or ``reclaim`` (switches to other
+            members); ``loss``, to those that are left; ``park``, ``unpark``, ``save`` or ``stop``.
         by: who asked.
         request: number of the request on the board; -1 for none.
         request_id: its id, or empty.
@@ -50,9 +50,14 @@ class Order:
         return self.verb in {"switch", "loss"} or self.verb in CROSSINGS
 
     @property
+    def builds(self) -> bool:
+        """Whether another world is built for it."""
+        return self.switches or self.verb == "prepare"
+
+    @property
     def numbered(self) -> bool:
-        """Whether all state is moved by it, so that it has a number among the run's switches, and a certificate."""
-        return self.switches or self.verb in {"park", "unpark"}
+        """Whether all state is moved by it, or is to be, so that it has a number among the run's switches."""
+        return self.switches or self.verb in {"prepare", "park", "unpark"}
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Self:

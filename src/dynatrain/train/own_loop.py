@@ -27,7 +27,7 @@ from dynatrain.layout.text import print_layout
 from dynatrain.observe.log import Log
 from dynatrain.observe.run import RunFolder
 from dynatrain.space.run_check import CheckedRun
-from dynatrain.train.rank import begin, end, recorder_of, take_part
+from dynatrain.train.rank import begin, recorder_of, require_saved, save_end, take_part
 from dynatrain.train.switcher import Switcher
 from dynatrain.train.world import Build
 
@@ -128,5 +128,6 @@ def _train(loop: Loop, seat: Seat, checked: CheckedRun, device: torch.device) ->
     loop(run)
     if run.trained is None:
         raise LoopError(f"{checked.config.loop} has ended without run.switcher(build): nothing was trained")
-    end(run.trained, checked.config)
+    save_end(run.trained, checked.config)
+    require_saved(run.trained)
     return run.trained

@@ -163,6 +163,24 @@ class Parking:
         self._parked = None
         return told
 
+    def bring_back(self) -> None:
+        """Give this rank its state back without the others: a member is lost, and nobody votes any more.
+
+        Raises:
+            ParkedError: it has other bits than were parked.
+            RuntimeError: something else has the device's memory.
+        """
+        parked, memory = self._parked, self.party.memory
+        assert parked is not None
+        for granule, piece in parked.device.items():
+            memory.restore(piece)
+            piece.tensor.copy_(parked.pieces[granule].tensor)
+        if not parked.proof.restored(parked.device):
+            raise ParkedError("host memory has other bits than were parked")
+        parked.segment.close()
+        parked.hidden.show()
+        self._parked = None
+
     def _host_room(self, blueprint: Blueprint) -> str:
         """Why this rank's machine cannot take what its ranks would park; empty where it can."""
         sharing = self.party.ranks_per_node or self.party.world_size

@@ -25,15 +25,14 @@ PHASES = ("build", "warm", "quiesce", "move", "check", "commit")
 RECENT = 8
 """Steps whose longest counts for how long a rank may stay away."""
 
-ENDS = ("committed", "aborted", "failed")
-"""How a switch can end."""
+ENDS = ("committed", "aborted", "failed", "ready")
+"""How a switch can end, or rest where it is prepared ahead."""
 
 Hook = Callable[[str, int, int], None]
 """Told of ``(event, round, number of the switch)`` as a switch goes on; heartbeats report from here, tests inject
 faults. Events: the phases, the executor's events of each round, ``bound`` (with the number of rounds: the new world has
-what arrived), and at the end ``committed``, ``aborted`` or ``failed``, where state is parked then followed by
-``parked``. The round is -1 where there is none. What it
-raises before the end fails the attempt."""
+what arrived), and at the end one of :data:`ENDS`, where state is parked then followed by ``parked``. The round is -1
+where there is none. What it raises before the end fails the attempt."""
 
 
 DataParallel = Literal["fixed", "free", "own"]

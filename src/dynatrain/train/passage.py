@@ -228,9 +228,8 @@ def of_new_world(party: Party, crossing: Crossing) -> Party:
 
 
 def _pool(party: Party, world: str, rank: int) -> GroupPool:
-    assert party.worlds is not None
     return GroupPool(
-        party.worlds.groups,
+        party.groups.connections,
         rank=rank,
         world=world,
         backend=party.groups.backend,

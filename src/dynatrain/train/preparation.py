@@ -21,6 +21,7 @@ from dynatrain.plan.plan import Fetch, Granule, Loss, Schedule
 from dynatrain.space.ownership import Ownership
 from dynatrain.train.adopt import adopt_ahead
 from dynatrain.train.agreement import SwitchAbortedError, objection_of, words_of
+from dynatrain.train.before_step import BeforeStep
 from dynatrain.train.blueprint import Blueprint, draw
 from dynatrain.train.channel import Channel
 from dynatrain.train.files import Files
@@ -41,7 +42,6 @@ from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
 from dynatrain.train.proof import Proof
 from dynatrain.train.rehearsal import rehearse
-from dynatrain.train.saved import Saved
 from dynatrain.train.targets import require_reduced
 from dynatrain.train.world import World, nothing
 
@@ -59,6 +59,7 @@ class Preparation:
         blueprint: the judged plan.
         problem: why this rank cannot begin; empty while it can.
         began: when it was started, in seconds of the monotonic clock.
+        held: of an order that stops here: bytes that each rank holds for the world to come.
         loss: of old ranks, and what is left; None where all are there.
         checkpoint: that a loss has thrown the run back to; None where it has not.
         note: this rank's own of the snapshot that a loss has thrown the run back to; likewise.
@@ -73,6 +74,7 @@ class Preparation:
     blueprint: Blueprint | None = None
     problem: str = ""
     began: float = 0.0
+    held: tuple[int, ...] = ()
     loss: Loss | None = None
     checkpoint: Path | None = None
     note: Note | None = None
@@ -80,7 +82,7 @@ class Preparation:
     _files: Files | None = None
     _fetches: tuple[Fetch, ...] = ()
     _channel: Channel = field(init=False)
-    _saved: Saved = field(init=False)
+    _saved: BeforeStep = field(init=False)
     _given_up: bool = False
     _staging: int = 0
     _moves: Exchange | None = None
@@ -127,6 +129,9 @@ class Preparation:
                 self._warm()
             if self.seconds["warm"] > self.party.deadline:
                 raise TimeoutError(f"warm took {self.seconds['warm']:.1f} s, the deadline is {self.party.deadline:g} s")
+            if self.order.verb == "prepare":
+                mine = self._staging + sum(piece.nbytes for piece in self._targets.values())
+                self.held = tuple(self._channel.ask("held", mine))
         except SwitchAbortedError as abort:
             self.problem = str(abort)
         except Exception as error:  # noqa: BLE001 - told to all ranks
@@ -148,7 +153,7 @@ class Preparation:
         assert self.new is not None
         if self.order.after:
             self.old = inside(self.old, catalogue)
-        self._saved = Saved(self.old)
+        self._saved = BeforeStep(self.old)
         ownership = Ownership(self.way.over(self.target), read.placements)
         self.new.catalogue, self.new.ownership = self.old.catalogue, ownership
         topic, whole = f"s{self.order.number}/plan", self.way.keeps_books
@@ -246,6 +251,11 @@ class Preparation:
         if self.way.comes:
             return self._live.get(granule)
         return allocate(self.party, self.old, self.new, granule, self._shared)
+
+    def go_on(self, order: Order) -> None:
+        """What was prepared ahead is wanted now: from here on this is ``order``'s."""
+        self.order, self._channel.number = order, order.number
+        self.party.memory.peak = self.party.memory.held
 
     def give_up(self) -> None:
         """Before the move: free what ``build`` and ``warm`` made. While their thread still writes, call it again."""

@@ -94,6 +94,11 @@ class Proof:
         """This rank's share of the digests of the new pieces."""
         return digest_vector(pieces, self.catalogue, self.new, self.new, self.rank, self._go_on)
 
+    @property
+    def differs(self) -> bool:
+        """Whether new pieces were found to differ from the old ones; equal on all ranks."""
+        return self.report is not None and not self.report.unequal and bool(self.report.differing)
+
     def _go_on(self) -> None:
         if self.given_up:
             raise TimeoutError("the digests were not taken in time")

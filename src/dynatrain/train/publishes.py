@@ -37,6 +37,6 @@ class Publishes:
             PublishError: the step under way has begun and not been made.
         """
         self._parking.require_here("publish")
-        if self._inside and self.world.forwards.seen:
+        if self._inside and self.world.pending.waits:
             raise PublishError("a step is under way: publish comes before its first forward or behind its update")
         return self._publisher.publish(self.world, self._next_step, target, changes=changes)

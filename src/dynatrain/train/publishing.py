@@ -29,6 +29,7 @@ from dynatrain.train.live import reshard
 from dynatrain.train.party import Party
 from dynatrain.train.snapshot import Snapshot
 from dynatrain.train.world import World
+from dynatrain.train.written import Watch
 
 _MIB = 1 << 20
 
@@ -136,9 +137,10 @@ class Publishing:
         check_tensors(party, world)
         number = {tensor.name: index for index, tensor in enumerate(world.catalogue)}
         pieces = world.pieces(party.rank, party.device)
-        views = {}
+        views, taken = {}, {}
         for (index, box), how in drawn.copies.items():
-            piece = pieces[number[drawn.publication.engine.catalogue[index].name], 0]
+            granule = number[drawn.publication.engine.catalogue[index].name], 0
+            piece, taken[_label((index, box))] = pieces[granule], granule
             view = piece.tensor[within(box, piece.box)]
             view = view[0] if how.apart else view
             views[_label((index, box))] = view.T if how.transposed else view
@@ -149,7 +151,8 @@ class Publishing:
             self._held.add(view.numel() * dtype.itemsize)
             return torch.empty(view.shape, dtype=dtype).copy_(view)
 
-        return Snapshot(views, 0, copy=copied)
+        watch = Watch(world, {granule: pieces[granule] for granule in taken.values()}, closely=True)
+        return Snapshot(views, 0, copy=copied, check=lambda label: watch.require_unwritten(taken[label]))
 
     def start(self) -> None:
         """Begin."""

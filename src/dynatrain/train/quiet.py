@@ -12,10 +12,11 @@ from dynatrain.train.gradients import agree_untouched, take
 from dynatrain.train.install import check_carried, check_tensors, other_states, quiesce, refuse_pinned
 from dynatrain.train.live import renew_buffers
 from dynatrain.train.module_settings import settings_of
+from dynatrain.train.optimizer_settings import optimizer_changes, require_movable
 from dynatrain.train.party import Party
 from dynatrain.train.passage import Passage
 from dynatrain.train.registered import common
-from dynatrain.train.settings import changes, of_the_loop, require_portable, require_takers, tell
+from dynatrain.train.settings import changes, not_shared, of_the_loop, require_portable, require_takers, tell
 from dynatrain.train.settings import hear as agree_settings
 from dynatrain.train.states import UnknownStateError
 from dynatrain.train.world import World
@@ -28,9 +29,12 @@ def facts_of(way: Passage, old: World, new: World) -> list[Any]:
         UnknownStateError: newcomers could not read some extra state; by name.
     """
     travels = _travels(way, old, new)
-    changed = changes(old.built, settings_of(old.parts, old.found, old.rule))
+    now = settings_of(old.parts, old.found, old.rule)
+    changed = not_shared(changes(old.built, now), now, new.built)
     if old.layout.size("pp") > 1:
         changed = of_the_loop(changed)
+    require_movable(old.built_optimizer, old.optimizer)
+    changed |= optimizer_changes(old.built_optimizer, old.optimizer)
     new.changed = changed
     if late := [whose for whose, which in changed if which == "requires_grad" and old.gradients]:
         raise UnknownStateError(
@@ -40,7 +44,7 @@ def facts_of(way: Passage, old: World, new: World) -> list[Any]:
     if travels:
         require_portable(changed)
     else:
-        require_takers(changed, new.built, travels=False)
+        require_takers(changed, new.built | new.built_optimizer, travels=False)
     check_extra_states(old.owners, staged=travels)
     assert old.ownership is not None
     extra = tell_extra(old.owners, new.owners, speaks=travels and way.speaks(old.ownership))

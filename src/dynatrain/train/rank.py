@@ -45,6 +45,12 @@ class NotSavedError(RuntimeError):
 PROBE_BYTES = 32 << 20
 """More than caches hold, little enough to take a moment at the start."""
 
+TOLD_SAMPLES = 256
+"""Sequences of a step whose ids are written down; those of larger batches would be most of a run's folder.
+
+They are a function of seed and step anyhow: :func:`dynatrain.data.order.batch_ids`.
+"""
+
 
 def main(context: RankContext) -> None:
     """The rank's entry function."""
@@ -85,9 +91,8 @@ def take_part(context: RankContext, train: Callable[[Seat, CheckedRun, torch.dev
             with Log(context.folder.events, generation=context.generation, attempt=context.attempt) as log:
                 log.write("not_admitted", member=context.member, reason=str(refused))
             return
-        if switcher.left:  # the others train on, and meet without this one
-            return
-        dist.barrier()
+        if switcher.stopped:
+            dist.barrier()
     if switcher.stopped and switcher.saved == switcher.step:
         raise SystemExit(SAVED)
 
@@ -120,7 +125,7 @@ def _train(seat: Seat, checked: CheckedRun, device: torch.device) -> Switcher:
                     tokens_per_second=result.tokens / result.seconds,
                     seconds=result.seconds,
                     layout=print_layout(switcher.layout),
-                    samples=result.ids.tolist(),
+                    **({"samples": result.ids.tolist()} if len(result.ids) <= TOLD_SAMPLES else {}),
                 )
 
         def after_validation(result: ValidationResult) -> None:
@@ -131,10 +136,14 @@ def _train(seat: Seat, checked: CheckedRun, device: torch.device) -> Switcher:
                 )
 
         validation = validation_of(checked, context.folder.path)
-        Trainer(job, samples, switcher, after_step, validation=validation, after_validation=after_validation).run(
-            config.steps
-        )
-    end(switcher, config)
+        trainer = Trainer(job, samples, switcher, after_step, validation=validation, after_validation=after_validation)
+        while True:
+            trainer.run(config.steps)
+            save_end(switcher, config)
+            # Where the others train on, they meet without this one.
+            if switcher.left or switcher.stopped or switcher.meet():
+                break
+    require_saved(switcher)
     return switcher
 
 
@@ -161,20 +170,23 @@ def begin(
         if start := seat.board.decide("resume", found.name if found else ""):
             step = switcher.load(context.folder.checkpoints / start)
             recorder.loaded(step, start, switcher.layout)
+        progress.begin()
     return switcher, progress
 
 
-def end(switcher: Switcher, config: RunConfig) -> None:
-    """Behind the last step: save what is to be saved; nothing where the run goes on without this rank.
+def save_end(switcher: Switcher, config: RunConfig) -> None:
+    """Behind the last step: save it, unless the run goes on without this rank, or was stopped."""
+    if config.save.at_end and not (switcher.left or switcher.stopped):
+        switcher.save_now()
+
+
+def require_saved(switcher: Switcher) -> None:
+    """The run ends: refuse to do so as if all were well.
 
     Raises:
-        NotSavedError: it could not be.
+        NotSavedError: its last step was to be saved, and is not.
     """
-    if switcher.left:
-        return
-    if config.save.at_end and not switcher.stopped:
-        switcher.save_now()
-    if switcher.unsaved:
+    if switcher.unsaved and not switcher.left:
         raise NotSavedError(f"step {switcher.step}, the last one, is not saved: {switcher.unsaved}")
 
 
@@ -257,6 +269,10 @@ class _Progress:
         self._phase = "train"
         self._switch = 0
         self.layout: Callable[[], str] = str
+
+    def begin(self) -> None:
+        """All is there that a step needs: from here on the others can go on without this rank."""
+        self._tell()
 
     def step(self, step: int) -> None:
         """A step has ended."""

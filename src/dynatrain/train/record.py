@@ -101,6 +101,10 @@ class Recorder:
         """A switch or a stop was agreed on."""
         self._event(order, "announce", step=step, to=order.layout, verb=order.verb, by=order.by)
 
+    def refused(self, order: Order, step: int, reason: str) -> None:
+        """What was scheduled, or asked for by the loop, is not possible any more."""
+        self._event(order, "refused", step=step, to=order.layout, verb=order.verb, by=order.by, reason=reason)
+
     def step_ended(self, now: float) -> None:
         """A step ended at ``now`` (seconds, monotonic): count towards the lost seconds of the last switch."""
         if not self._counting:
@@ -161,6 +165,11 @@ class Recorder:
             told = {"step": note.step, "seconds": note.seconds, "own_bytes": keepers.own_bytes}
             self._log.write("snapshot", **told, sent_bytes=keepers.sent_bytes, keeper=keepers.keeper)
 
+    def ready(self, layout: str, held: tuple[int, ...]) -> None:
+        """A layout is prepared ahead; from now on nothing is, where it is empty."""
+        if self._rank == 0:
+            self._log.write("ready", layout=layout, held_bytes=held)
+
     def saved(self, saved: Saved) -> None:
         """A save has ended, well or not."""
         if self._rank == 0:
@@ -217,7 +226,7 @@ class Recorder:
             switch=number,
             generation=self._generation,
             attempt=self._attempt,
-            step=max(0, step - 1),
+            step=step - 1,
             from_=print_layout(attempt.old.layout),
             to=print_layout(attempt.target),
             world=world,

@@ -1,6 +1,7 @@
 """Handles from before a switch fail loudly, and say which layout they belonged to."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from dynatrain.train.live import Entry
+from dynatrain.train.optimizers.several import members
 
 
 class RetiredHandleError(RuntimeError):
@@ -55,6 +57,35 @@ class _RetiredParameter(nn.Parameter):
         _complain(args)
 
 
+_MODULES = ("train", "eval", "requires_grad_", "state_dict", "load_state_dict", "zero_grad")
+"""What a module does besides running, and would do to nobody's benefit."""
+_OPTIMIZERS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+_SCHEDULERS = ("step", "get_last_lr", "state_dict", "load_state_dict")
+
+
+class _Gone:
+    """In the place of an optimizer's groups, and of all that was in them: any use but its print raises."""
+
+    def __init__(self, what: str) -> None:
+        vars(self)["_what"] = what
+
+    def __repr__(self) -> str:
+        return f"<retired: {vars(self)['_what']}>"
+
+    def __getattr__(self, _name: str) -> NoReturn:
+        self._raise()
+
+    def _raise(self, *_: Any, **__: Any) -> NoReturn:
+        _dead(vars(self)["_what"])()
+
+
+_USES = """setattr getitem setitem delitem iter len contains bool float int index str format hash call neg abs round
+    eq ne lt le gt ge add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv ifloordiv
+    mod rmod pow rpow ipow or ror ior"""
+for _use in _USES.split():
+    setattr(_Gone, f"__{_use}__", _Gone._raise)  # noqa: SLF001
+
+
 def retire(
     parts: list[nn.Module],
     optimizer: torch.optim.Optimizer,
@@ -66,9 +97,13 @@ def retire(
     """Make every use of an old world's handles raise :class:`RetiredHandleError` with their name.
 
     Args:
-        parts: modules; calling one or a module inside it raises from now on.
-        optimizer: its ``step`` raises from now on.
-        schedulers: learning-rate schedulers by label; likewise.
+        parts: modules; calling one or a module inside it raises from now on, as do ``train``, ``eval``,
+            ``requires_grad_``, ``zero_grad``, ``state_dict`` and ``load_state_dict``.
+        optimizer: ``step``, ``zero_grad``, ``state_dict``, ``load_state_dict`` and ``add_param_group`` raise from now
+            on, as does each use of its ``param_groups``, of whatever kept list or group they are; writing an option
+            of a group that was kept itself is not seen.
+        schedulers: what factories made, by label; ``step``, ``get_last_lr``, ``state_dict`` and ``load_state_dict``
+            raise from now on.
         found: parameters and buffers; every operation on one or on its optimizer state raises. Views of them that
             the user kept are not seen, and have lost their memory.
         leaves: what registered objects held of the model's tensors, by name for people; likewise.
@@ -80,13 +115,29 @@ def retire(
             dead = _dead(f"module {path} {why}" if path else f"model part {number} {why}")
             # Before FSDP2's own hook, which would gather from storage that is gone.
             module.register_forward_pre_hook(dead, prepend=True, with_kwargs=True)
+            vars(module).update(dict.fromkeys(_MODULES, dead))
             if isinstance(module, FSDPModule):
                 module.unshard = dead  # type: ignore[method-assign]
-    optimizer.step = _dead(f"the optimizer {why}")  # type: ignore[method-assign]
+    for one in members(optimizer):
+        _retire_optimizer(one, why)
     for label, scheduler in schedulers.items():
-        scheduler.step = _dead(f"{label} {why}")
+        dead = _dead(f"{label} {why}")
+        for name in _SCHEDULERS:
+            with suppress(AttributeError):  # it has slots
+                if hasattr(scheduler, name):
+                    setattr(scheduler, name, dead)
     for name, value in tensors_of(found, optimizer, leaves).items():
         _hide(value, f"{name} {why}")
+
+
+def _retire_optimizer(optimizer: torch.optim.Optimizer, why: str) -> None:
+    own = vars(optimizer)
+    own.update(dict.fromkeys(_OPTIMIZERS, _dead(f"the optimizer {why}")))
+    groups, gone = optimizer.param_groups, _Gone(f"a parameter group of the optimizer {why}")
+    for group in groups:
+        group.update(dict.fromkeys(group, gone))  # somebody may have kept the group
+    groups[:] = [gone for _ in groups]  # or the list
+    own["param_groups"] = _Gone(f"the list of parameter groups of the optimizer {why}")
 
 
 class Hidden:

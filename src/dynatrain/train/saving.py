@@ -157,7 +157,8 @@ class Saving:
             taken.snapshot.wait_looked()
             told = [text, files, taken.replicas.told()]
         except Exception as problem:  # noqa: BLE001 - told to all ranks
-            objection = objection_of(problem)
+            # Why there is no copy counts more than that it could not be written.
+            objection = Objection(why=taken.snapshot.over) if taken.snapshot.over else objection_of(problem)
         everyone = self._ask("written", told, objection)
         self._compare(taken, [hashes for *_, hashes in everyone])
         objection = None

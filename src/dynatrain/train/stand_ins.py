@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dynatrain.train.switcher import Switcher
 
-STOPPED_CODE = 75  # stopped and saved; the same command goes on
+SAVED_CODE, UNSAVED_CODE = 75, 143
+"""Stopped before its end: saved, so that whoever starts it again goes on; or with nothing saved."""
 
 
 class StandInError(ValueError):
@@ -36,7 +37,8 @@ class _Edges:
         """Behind an update: the edge to the next step."""
         if self.due:
             if next(self.steps, None) is None:
-                raise SystemExit(0 if self.sw.left else STOPPED_CODE)
+                stopped = SAVED_CODE if self.sw.saved == self.sw.step else UNSAVED_CODE
+                raise SystemExit(0 if self.sw.left else stopped)
             self.due = False
 
 

@@ -9,7 +9,8 @@ from dynatrain.cluster.board import Board
 from dynatrain.cluster.worlds import Worlds
 from dynatrain.execute.pieces import Pool
 from dynatrain.execute.promise import Promise
-from dynatrain.train.groups import GroupPool
+from dynatrain.train.argument import ArgumentError
+from dynatrain.train.groups import Connections, GroupPool
 from dynatrain.train.party import Party
 from dynatrain.train.torch_private import default_store
 
@@ -40,7 +41,7 @@ def standing(
     if name and worlds:
         raise NameTakenError(f"name = {name!r}: a run under the agent has one job, without a name; leave worlds out")
     if memory and promise:
-        raise ValueError("memory and promise: give the promise to the memory, Pool(device, promise=...)")
+        raise ArgumentError("memory and promise: give the promise to the memory, Pool(device, promise=...)")
     rank, size = (worlds.rank, worlds.world_size) if worlds else (dist.get_rank(), dist.get_world_size())
     generation = worlds.generation if worlds else 0
     device = device or _device_of(dist.get_backend() if dist.is_initialized() else "")
@@ -48,7 +49,7 @@ def standing(
         board, store = worlds.board(), worlds.groups
     prefix = f"dynatrain/{name}" if name else "dynatrain"
     groups = GroupPool(
-        store or dist.PrefixStore(f"{prefix}/groups", default_store()),
+        Connections(store or dist.PrefixStore(f"{prefix}/groups", default_store())),
         rank=rank,
         world=f"{name}.g{generation}" if name else f"g{generation}",
         backend="nccl" if device.type == "cuda" else "gloo",

@@ -16,9 +16,9 @@ from dynatrain.train.party import Party
 _POLL_SECONDS = 0.005
 
 _PENDING = (
-    "gradients are pending at every edge: since each update a forward has run with gradients on, and no update after "
-    "it. Validate under torch.no_grad(), end a step of sw.steps behind its optimizer.step(), or divide it by "
-    "sw.step_parts and switch inside it"
+    "gradients are pending at every edge: since each update a forward has run with gradients on, or a gradient was "
+    "written, and no update after it. Validate under torch.no_grad(), end a step of sw.steps behind its "
+    "optimizer.step(), or divide it by sw.step_parts and switch inside it"
 )
 
 

@@ -67,6 +67,9 @@ def optimizer_states(
     names = {id(entry.value): name for name, entry in found.items()}
     schemas = {id(param): {state.name: state for state in of} for param, of, _ in _kept(optimizer)}
     for param, values in optimizer.state.items():
+        if wrong := _unowned(param, values):
+            problems.append(wrong)
+            continue
         name = names.get(id(param))
         if name is None:
             problems.append(f"the optimizer holds state for a parameter of shape {tuple(param.shape)} not in the model")
@@ -74,7 +77,7 @@ def optimizer_states(
         schema = schemas.get(id(param), {})
         if values and (missing := sorted(schema.keys() - values.keys())):
             problems.append(f"state {', '.join(missing)} of {name} is missing from the optimizer")
-        for key, value in sorted(values.items()):
+        for key, value in sorted(values.items(), key=lambda item: str(item[0])):
             state = schema.get(key)
             if state is None:
                 problems.append(f"state {key} of {name} ({_brief(value)}) is not in the optimizer's schema")
@@ -86,6 +89,18 @@ def optimizer_states(
     if problems:
         raise UnknownStateError("; ".join(problems))
     return states
+
+
+def _unowned(key: object, values: object) -> str:
+    """Why an entry of an optimizer's state is not that of a parameter; empty where it is."""
+    if not isinstance(key, torch.Tensor):
+        return (
+            f"the optimizer's state has {key!r} ({_brief(values)}), which belongs to no parameter: keep it as a plain "
+            "attribute of the optimizer (self.t = 0), which goes along, or in state[param] under a schema"
+        )
+    if not isinstance(values, Mapping):
+        return f"the optimizer's state of a parameter is {_brief(values)}; it is a dict of states by name"
+    return ""
 
 
 def _misshapen(param: torch.Tensor, state: State, value: object) -> str:

@@ -65,6 +65,10 @@ class Survival:
             return False
         return self._wait(self._party.generation)
 
+    def told(self) -> bool:
+        """Whether members of this world are lost; waits until the agents must have told of it."""
+        return self.on and self._wait(self._party.generation)
+
     def _wait(self, generation: int) -> bool:
         """Whether there is a loss beyond ``generation``; waits until the agents must have told of it."""
         assert self._alarm is not None

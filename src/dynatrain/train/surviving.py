@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from dynatrain.cluster.worlds import forget_others
-from dynatrain.train.agreement import SwitchAbortedError
+from dynatrain.train.agreement import SwitchAbortedError, exchange
 from dynatrain.train.attempt import Attempt
 from dynatrain.train.course import Course
 from dynatrain.train.files import complete_steps
@@ -14,6 +15,8 @@ from dynatrain.train.gradients import forget
 from dynatrain.train.keeping import Keeping, Keeps, Note
 from dynatrain.train.mending import MendError, Mending
 from dynatrain.train.muster import Stand
+from dynatrain.train.order import Order
+from dynatrain.train.parking import ParkedError
 from dynatrain.train.party import Party
 from dynatrain.train.survival import Survival
 from dynatrain.train.world import World
@@ -44,14 +47,62 @@ class SurvivingCourse(Course):
     def edge(self, step: int) -> int:
         """As of the base class; what is lost is mended first, and may have thrown the run back to an earlier step."""
         self._come_to(step)
-        while not self.left and (mending := self.survival.mending) is not None:
-            self._mend(mending)
+        self._mend_all()
         if not self.left:
             self._go_on()
         if not (self.left or self.stopped):
             self.survival.begin(self._step, self.world)
             self._keep()
         return self._step
+
+    def meet(self, step: int) -> int:
+        """Behind the loop: meet all ranks of the world, or go over to what is left of it.
+
+        Args:
+            step: the next one.
+
+        Returns:
+            -1 where all are here; else the step that comes next, for those that are left.
+
+        Raises:
+            SwitchAbortedError: a rank did not come, and no loss is told that says why.
+            MendError: what is left cannot go on.
+        """
+        party = self._party
+        try:
+            exchange(party.board, "end", party.rank, payload=None, timeout=party.groups.timeout_seconds)
+        except SwitchAbortedError:
+            if not self.survival.told():
+                raise
+            self._come_to(step)
+            self._mend_all()
+            return self._step
+        return -1
+
+    def _park(self, order: Order) -> None:
+        """As of the base class. Where a member is lost meanwhile, the others bring the state back, and stop saved.
+
+        Raises:
+            MendError: it cannot come back, or is not to be saved.
+        """
+        super()._park(order)
+        mending = self.survival.mending
+        if mending is None or not self._parking.parked:
+            return
+        said = f"{mending.loss.why}; and the state of those that are left is parked"
+        if not (self._save_at_stop and self._saver.on):
+            raise MendError(f"{said}, in a run that is not saved when it is stopped")
+        try:
+            self._parking.bring_back()
+        except (ParkedError, RuntimeError) as error:
+            raise MendError(f"{said}, and cannot come back: {error}") from error
+        self._mend_all()
+        if not self.left:
+            self._stop(replace(order, verb="stop", by="loss", request=-1))
+
+    def _mend_all(self) -> None:
+        while not self.left and (mending := self.survival.mending) is not None:
+            self._mend(mending)
 
     def _keep(self) -> None:
         """Take a snapshot where one is due; not of a layout that may still be taken back."""
@@ -102,7 +153,7 @@ class SurvivingCourse(Course):
             MendError: what is left cannot go on.
         """
         if self._parking.parked:
-            raise MendError(f"{mending.loss.why}; and the state of those that are left is parked, which is not mended")
+            raise MendError(f"{mending.loss.why}; and the loop has parked the state of those that are left")
         self._drop_all(mending.loss.why)
         self.survival.muster()
         if mending is not self.survival.mending:
@@ -130,6 +181,7 @@ class SurvivingCourse(Course):
         elif self._order is not None:
             self._turns.answer(self._order, "aborted", why)
         self._order = self._start = None
+        self.ready.give_up()
         self._saver.give_up(why)
         if self._keeping is not None:
             self._keeping.give_up()
@@ -192,6 +244,20 @@ class Survivable:
         except Exception as error:
             if not self._course.broken_by(error):
                 raise
+
+    def meet(self) -> bool:
+        """Behind the loop: whether all ranks have come here; else members are lost, and those that are left go on.
+
+        They do again what came behind the loop, a save for example, and first the steps from :attr:`step` on, where
+        that is an earlier one. Needs dynatrain's agent.
+
+        Raises:
+            MendError: what is left cannot go on.
+            SwitchAbortedError: a rank did not come.
+        """
+        step = self._course.meet(self.step)
+        self.step = self.step if step < 0 else step
+        return step < 0
 
     def couple(self, work: Callable[[], T]) -> T:
         """Name the last collective of a step before its update: one that couples all ranks, as the norm's all-reduce.

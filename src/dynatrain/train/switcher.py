@@ -43,6 +43,7 @@ from dynatrain.execute.promise import Promise
 from dynatrain.models.names import NameRule, strip_wrappers
 from dynatrain.train.agreement import on_every_rank
 from dynatrain.train.arrival import arrive
+from dynatrain.train.asking import Asking
 from dynatrain.train.blueprint import check_mode
 from dynatrain.train.copies import UnequalCopies, check_policy
 from dynatrain.train.first import Initial, blank, first_world, hold, join, register
@@ -51,6 +52,7 @@ from dynatrain.train.install import survey
 from dynatrain.train.keeping import Keeps
 from dynatrain.train.lends import Lends
 from dynatrain.train.loading import Rename, load
+from dynatrain.train.own_folder import recorder_in
 from dynatrain.train.parking import ParkedError, Parking
 from dynatrain.train.party import DataParallel
 from dynatrain.train.publisher import Publisher
@@ -67,7 +69,7 @@ from dynatrain.train.wishes import Wishes
 from dynatrain.train.world import Build, World
 
 
-class Switcher(Survivable, Lends, Publishes, Handles):
+class Switcher(Asking, Survivable, Lends, Publishes, Handles):
     """Holds one training job's model and optimizer, and changes their layout while it trains.
 
     Needs an initialised default process group (torchrun, or dynatrain's own agent).
@@ -93,7 +95,9 @@ class Switcher(Survivable, Lends, Publishes, Handles):
         worlds: in place of both, where members come and go: dynatrain's agent tells it. A newcomer's constructor waits
             for its crossing, makes the default group and a world in the layout to come, its values blank where there
             is ``initial``; its first :meth:`steps` takes part in the crossing.
-        recorder: writes events and certificates; None writes nothing.
+        recorder: writes events and certificates; None writes nothing, unless
+        folder: is given, where they are written then, for ``dynatrain history``, ``events`` and ``check``: a
+            run's, which is made where it is not there, and gone on with where it is.
         legal: ``legal(text, world_size)`` reads a layout's text, or refuses it; None checks the world size alone.
         device: where state lies; by default this process's CUDA device where the default group is NCCL's, else the CPU.
         memory: where its memory comes from; made where it is None.
@@ -116,7 +120,7 @@ class Switcher(Survivable, Lends, Publishes, Handles):
         StartRefusedError: likewise, where ranks differ in what they refuse: on every rank, with the ranks' numbers.
         PromiseError: the jobs of this process hold more than was promised.
         NameTakenError: this process has, or had, a job of this name.
-        ValueError: there is no such mode, or policy.
+        ArgumentError: there is no such mode, or policy, or the schedule cannot be kept.
     """
 
     def __init__(
@@ -140,6 +144,7 @@ class Switcher(Survivable, Lends, Publishes, Handles):
         store: dist.Store | None = None,
         worlds: Worlds | None = None,
         recorder: Recorder | None = None,
+        folder: Path | str = "",
         legal: Read | None = None,
         data_parallel: DataParallel = "fixed",
         device: torch.device | None = None,
@@ -168,6 +173,8 @@ class Switcher(Survivable, Lends, Publishes, Handles):
             data_parallel=data_parallel,
             **more,
         )
+        if folder:
+            recorder, switches_before = recorder_in(party, Path(folder), layout, recorder)
         self._recorder = recorder
         self._loads, self._inside, self.step = 0, False, 0
         read = legal or whole_world
@@ -190,7 +197,10 @@ class Switcher(Survivable, Lends, Publishes, Handles):
             self._saver = Saver(party, saves, (self._answer_saved, on_saved), self._publisher)
             wishes = Wishes(party.requests, schedule or {}, mode, self._saver.every, inside or {})
             parking = self._parking = Parking(party, recorder)
-            self._turns = Turns(party, wishes, self._read, lambda: self.layout, self._saver, parking, switches_before)
+            self._turns = Turns(
+                *(party, wishes, self._read, lambda: self.layout, self._saver, parking, switches_before),
+                refused=lambda *told: recorder.refused(*told) if recorder else None,
+            )
             self._course = SurvivingCourse(
                 party,
                 world,
@@ -279,33 +289,12 @@ class Switcher(Survivable, Lends, Publishes, Handles):
             UnknownStateError, StartRefusedError: it could not be carried to another layout, by name.
         """
         self._parking.require_here("register")
+        self._course.ready.give_up()
         if self._arrival:  # the others are not there yet
             join(self._party, self.world, label, thing)
         else:
             register(self._party, self.world, label, thing)
         return self.world.objects[label]
-
-    def request(self, layout: str, *, mode: str = "", at: int = -1, after: int = 0, by: str = "program") -> None:
-        """Ask for a layout, from the loop. All ranks may call; rank 0's word counts.
-
-        Args:
-            layout: the new one.
-            mode: ``keep``, ``tight`` or ``auto``; by default the job's.
-            at: first step that runs in it; -1 for as soon as all ranks are ready.
-            after: micro-batches of that step that still run in the old layout: see :meth:`step_parts`.
-            by: who asks.
-
-        Raises:
-            LayoutError: this job cannot have it.
-            ValueError: there is no such mode, or no such place, or the step is not to come.
-        """
-        self._read(layout, self._party.world_size)
-        check_mode(mode or "auto")
-        if 0 <= at <= self.step:
-            raise ValueError(f"at = {at}: step {self.step} is under way; nearest: {self.step + 1}, or -1 for soon")
-        if after < 0:
-            raise ValueError(f"after = {after}: a number of micro-batches; 0 switches at the step's edge")
-        self._turns.ask(layout, mode=mode, at=at, after=after, by=by)
 
     def save(self, *, by: str = "program") -> None:
         """Ask, from the loop, to be saved at the next step edge, beside training. All ranks may call.
@@ -327,7 +316,7 @@ class Switcher(Survivable, Lends, Publishes, Handles):
         """
         self._saver.require()
         self._parking.require_here("save_now")
-        if self._inside and self.world.forwards.seen:
+        if self._inside and self.world.pending.waits:
             raise SavingError(
                 f"step {self.step} is under way: save_now comes before its first forward or behind its update"
             )
@@ -360,7 +349,7 @@ class Switcher(Survivable, Lends, Publishes, Handles):
         self._travel("unpark")
 
     def _travel(self, verb: str) -> None:
-        if self._inside and self.world.forwards.seen:
+        if self._inside and not self._parking.parked and self.world.pending.waits:
             raise ParkedError(f"step {self.step} is under way: {verb} before its first forward or behind its update")
         self._course.travel(verb, self._next_step)
 

@@ -16,17 +16,19 @@ from dynatrain.plan.shelves import written_pieces
 from dynatrain.space.tensor import Catalogue
 from dynatrain.train.account import Account, group_names
 from dynatrain.train.agreement import SwitchAbortedError
-from dynatrain.train.equal import require_equal
+from dynatrain.train.equal import hash_of, require_equal
 from dynatrain.train.extra_state import extra_states, hashes_of, speaks, unlike, unreadable
 from dynatrain.train.install import check_tensors, other_states
 from dynatrain.train.keys import STATE, Place, extra_path, flat, granule_paths, group_paths, streams_path
 from dynatrain.train.live import renew_buffers, reshard
+from dynatrain.train.optimizer_settings import require_kept
 from dynatrain.train.param_groups import ParamGroupError, merged
 from dynatrain.train.party import Party
 from dynatrain.train.registered import common_of
 from dynatrain.train.replicas import Replicas
 from dynatrain.train.snapshot import Snapshot
 from dynatrain.train.world import World
+from dynatrain.train.written import Watch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class Taken:
             reshard(part)
         renew_buffers(world.parts, world.found)
         check_tensors(party, world)
+        require_kept(world.built_optimizer, world.optimizer)
         if changed := other_states(world, world.catalogue):
             raise SwitchAbortedError(f"the states of {', '.join(changed)} are not those at the start")
         assert world.ownership is not None
@@ -97,7 +100,10 @@ class Taken:
 
     def told(self) -> list[Any]:
         """What the other ranks have to know of it: see :func:`agreed`."""
-        return [self.names, common_of(self.account.common, self.account.groups), self.extra_hashes, list(self.extra)]
+        account = self.account
+        facts = common_of(account.common, account.groups)
+        facts["what the optimizer keeps on itself"] = hash_of(account.optimizers)
+        return [self.names, facts, self.extra_hashes, list(self.extra)]
 
     def require_readable(self) -> None:
         """Refuse state that could be written and not read back: reading runs no code of a pickle's.
@@ -142,6 +148,8 @@ def agreed(told: list[list[Any]]) -> tuple[list[list[str]], set[str]]:
 def _snapshot(world: World, pieces: Pieces, mine: Mapping[Granule, str], replicas: Replicas, budget: int) -> Snapshot:
     """Copies of what this rank writes, and a look at what it does not and others have, too."""
     tensors: dict[str, torch.Tensor] = {}
+    by_key = {key: granule for granule, key in mine.items()} | {f"{granule}": granule for granule in pieces}
+    watch = Watch(world, pieces, closely=True)
     looks: dict[str, Callable[[], None]] = {}
     for granule, piece in pieces.items():
         name = world.catalogue[granule[0]].states[granule[1]].name
@@ -153,7 +161,7 @@ def _snapshot(world: World, pieces: Pieces, mine: Mapping[Granule, str], replica
             replicas.note(granule, piece.tensor)
         elif granule in replicas.peers:
             looks[f"{granule}"] = partial(replicas.note, granule, piece.tensor)
-    return Snapshot(tensors, budget, looks)
+    return Snapshot(tensors, budget, looks, check=lambda key: watch.require_unwritten(by_key[key]))
 
 
 def _chunk(world: World, pieces: Pieces, granule: Granule, key: str, snapshot: Snapshot, replicas: Replicas) -> Chunk:

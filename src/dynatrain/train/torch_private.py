@@ -285,3 +285,44 @@ def sharing_decisions() -> Iterator[None]:
 def takes_foreach(params: list[torch.Tensor]) -> bool:
     """Whether an optimizer that was not told would update ``params`` all at once."""
     return bool(_default_to_fused_or_foreach(params, differentiable=False)[1])
+
+
+_ONE_FOR_ALL_THREADS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "_set_default_dtype": ("default dtype", torch.get_default_dtype),
+    "_set_default_tensor_type": ("default dtype", torch.get_default_dtype),
+    "_set_deterministic_algorithms": ("deterministic algorithms", torch.are_deterministic_algorithms_enabled),
+    "_set_float32_matmul_precision": ("float32 matmul precision", torch.get_float32_matmul_precision),
+}
+"""What torch's own setters call, by name, with what it sets and how that is read."""
+
+
+@contextmanager
+def set_for_a_while() -> Iterator[list[str]]:
+    """Watch what the calling thread sets of what torch has once for all threads.
+
+    Yields:
+        From the end on, what was set to other values than it has then, with these; so what stays set is none of it.
+    """
+    caller, told = threading.get_ident(), list[str]()
+    seen: dict[str, list[Any]] = {}
+    setters = {name: getattr(torch._C, name) for name in _ONE_FOR_ALL_THREADS}  # noqa: SLF001
+
+    def watched(name: str) -> Callable[..., None]:
+        what, read = _ONE_FOR_ALL_THREADS[name]
+
+        def call(*args: Any, **more: Any) -> None:
+            setters[name](*args, **more)
+            if threading.get_ident() == caller:
+                seen.setdefault(what, []).append(read())
+
+        return call
+
+    for name in setters:
+        setattr(torch._C, name, watched(name))  # noqa: SLF001
+    try:
+        yield told
+    finally:
+        for name, setter in setters.items():
+            setattr(torch._C, name, setter)  # noqa: SLF001
+        after = {what: read() for what, read in _ONE_FOR_ALL_THREADS.values()}
+        told += [f"{what} to {value}" for what, values in seen.items() for value in values if value != after[what]]

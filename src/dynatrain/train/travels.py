@@ -57,7 +57,7 @@ class Travels:
         self._turns.switches = told[0][1]
 
     def obey(self, world: World, order: Order, edge: int, step: int, since: float) -> Order | None:
-        """Park, and return when the state is back.
+        """Park, and return when the state is back; or while it is parked, where a member of the world is lost.
 
         Requests are answered meanwhile: what needs the state is refused, a stop brings it back first.
 
@@ -69,10 +69,10 @@ class Travels:
             since: end of the last step, in seconds of ``perf_counter``.
 
         Returns:
-            The order to stop for which it came back; None where it was unparked, or never parked.
+            The order to stop for which it came back; None where it was unparked, or never parked, or a member is lost.
         """
         self._try(world, order, step, since)
-        while self._parking.parked:
+        while self._parking.parked and not self._party.board.broken:
             following = self._turns.take(edge, step)
             if following is None:
                 time.sleep(_REST_SECONDS)

@@ -1,5 +1,6 @@
 """Which order comes next: rank 0 chooses, all follow the same decisions in the same sequence."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -15,6 +16,8 @@ from dynatrain.train.saver import Saver
 from dynatrain.train.targets import Read
 from dynatrain.train.wishes import Wishes
 
+_LOG = logging.getLogger(__name__)
+
 _WHILE_PARKED = ("park", "unpark", "stop")
 
 
@@ -29,6 +32,7 @@ class Turns:
         saver: saves the job.
         parking: where the job's state is.
         switches: how many the run has had before this job.
+        refused: told of an order that nobody waits for an answer to, as one of the schedule, and why it is not begun.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Turns:
         saver: Saver,
         parking: Parking,
         switches: int,
+        refused: Callable[[Order, int, str], None] = lambda _order, _step, _why: None,
     ) -> None:
         self._party = party
         self._wishes = wishes
@@ -48,6 +53,7 @@ class Turns:
         self._saver = saver
         self._parking = parking
         self._switches = switches
+        self._refused = refused
         self._turn = 1
 
     def take(self, edge: int, step: int) -> Order | None:
@@ -107,10 +113,10 @@ class Turns:
         if self._party.rank == 0:
             self._wishes.take_over(books)
 
-    def ask(self, layout: str, *, mode: str, at: int, after: int, by: str) -> None:
+    def ask(self, layout: str, *, mode: str, by: str, at: int = -1, after: int = 0, verb: str = "switch") -> None:
         """A wish of the loop itself, which all ranks may say."""
         if self._party.rank == 0:
-            self._wishes.add(layout, mode=mode, at=at, after=after, by=by)
+            self._wishes.add(layout, mode=mode, at=at, after=after, by=by, verb=verb)
 
     def expect(self, request_id: str, at: int, answered: Callable[[], bool]) -> None:
         """See :meth:`~dynatrain.train.wishes.Wishes.expect`; all ranks may say it."""
@@ -139,6 +145,9 @@ class Turns:
         for order in self._wishes.due(step):
             if (refusal := self._refuse(order)) is not None:
                 self.answer(order, *refusal)
+                if order.request < 0 and refusal[0] == "refused":
+                    _LOG.warning("%s to %s, asked for by %s: %s", order.verb, order.layout, order.by, refusal[1])
+                    self._refused(order, step, refusal[1])
             elif self._must_wait(order):
                 waiting.append(order)
             else:
@@ -180,6 +189,8 @@ class Turns:
             target = self._read(order.layout, len(order.members) or self._party.world_size)
         except LayoutError as error:
             return "refused", str(error)
+        if order.verb == "prepare":  # the present one's is how to free what is held
+            return None
         if target == self._present() and order.members in {(), self._party.members}:
             return "unchanged", f"the layout is {print_layout(target)} already"
         return None

@@ -10,6 +10,7 @@ from typing import Any
 
 from dynatrain.cluster.board import Board
 from dynatrain.config.run import STEPS_BETWEEN
+from dynatrain.train.argument import ArgumentError
 from dynatrain.train.order import Order
 
 LEAD_STEPS = 2
@@ -24,7 +25,7 @@ def check_schedule(schedule: Mapping[int, str], inside: Mapping[int, int]) -> No
     """Refuse a schedule that cannot be kept.
 
     Raises:
-        ValueError: every problem, with the nearest that can.
+        ArgumentError: every problem, with the nearest that can.
     """
     problems = [f"schedule has step {at}: a job begins in its first layout; nearest: 1" for at in schedule if at < 1]
     for one, other in itertools.pairwise(sorted(schedule)):
@@ -39,7 +40,7 @@ def check_schedule(schedule: Mapping[int, str], inside: Mapping[int, int]) -> No
         if after < 0:
             problems.append(f"inside has {after} micro-batches at step {at}; nearest: 0, at the step's edge")
     if problems:
-        raise ValueError("; ".join(problems))
+        raise ArgumentError("; ".join(problems))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +63,7 @@ class Wishes:
         inside: ``{step: micro-batches}`` of scheduled switches that come inside their step.
 
     Raises:
-        ValueError: a schedule that cannot be kept.
+        ArgumentError: a schedule that cannot be kept.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class Wishes:
         self._seen = 0
         self._expected: dict[str, _Expected] = {}
 
-    def add(self, layout: str, *, mode: str, at: int, after: int, by: str) -> None:
+    def add(self, layout: str, *, mode: str, at: int, after: int, by: str, verb: str = "switch") -> None:
         """A wish of the loop itself. One for a later step is kept until then: one order is under way at a time."""
-        order = Order(layout=layout, mode=mode or self._mode, at=at, after=after, by=by)
+        order = Order(layout=layout, mode=mode or self._mode, at=at, after=after, by=by, verb=verb)
         (self._asked if at < 0 else self._promised).append(order)
 
     def add_save(self, *, by: str) -> None:

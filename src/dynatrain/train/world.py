@@ -14,9 +14,12 @@ from dynatrain.models.names import NameRule, strip_wrappers
 from dynatrain.space.box import shape_of
 from dynatrain.space.ownership import Ownership
 from dynatrain.space.tensor import Catalogue, State
+from dynatrain.train.argument import ArgumentError
 from dynatrain.train.extra_state import Owner, owners
 from dynatrain.train.live import Entry
+from dynatrain.train.optimizer_settings import optimizer_settings
 from dynatrain.train.optimizers.several import Several
+from dynatrain.train.pending import Pending
 from dynatrain.train.segments import Slot
 from dynatrain.train.settings import Key, Settings
 from dynatrain.train.states import Form, Leaf, catalogue_states, leaves, optimizer_states
@@ -39,16 +42,6 @@ GRAD = "grad"
 
 
 @dataclass(slots=True)
-class Forwards:
-    """Whether a model has run forward, with gradients, since ``seen`` was last set back; a forward hook."""
-
-    seen: bool = False
-
-    def __call__(self, _part: nn.Module, _args: Any) -> None:  # noqa: D102 - the hook
-        self.seen = self.seen or torch.is_grad_enabled()
-
-
-@dataclass(slots=True)
 class World:
     """One layout, bound.
 
@@ -60,13 +53,14 @@ class World:
         found: the tensors of ``parts`` by canonical name.
         objects: registered objects by label; shared with the world before and after where they are not factories.
         built_hooks: numbers of the hooks that ``build`` registered itself, and of ours.
-        forwards: told when a part runs.
+        pending: whether gradients wait for an update.
         catalogue: all tensors of the job.
         ownership: who holds which box of them.
         forms: how registered objects keep each of their states.
         where: of each logical tensor, the entry of ``found`` that it lies in, and its slot where it has one.
         rule: of canonical names.
         built: what modules, parameters and FSDP units were set to right after ``build``.
+        built_optimizer: likewise, of the optimizer's own attributes.
         changed: what the next world is to be set to otherwise than built, from the quiet of a switch on.
         given: extra state that waits for the modules, by name, from the move of a switch on.
         gradients: local pieces of accumulated gradients by canonical name, during a switch inside a step; else empty.
@@ -80,7 +74,7 @@ class World:
     found: dict[str, Entry]
     objects: dict[str, Any] = field(default_factory=dict)
     built_hooks: frozenset[int] = frozenset()
-    forwards: Forwards = field(default_factory=Forwards)
+    pending: Pending = field(default_factory=lambda: Pending((), Several(())))
     catalogue: Catalogue = ()
     ownership: Ownership | None = None
     forms: dict[str, Form] = field(default_factory=dict)
@@ -90,9 +84,11 @@ class World:
     given: dict[str, Any] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     untouched: frozenset[str] = frozenset()
+    built_optimizer: Settings = field(init=False)
     where: dict[str, tuple[str, Slot | None]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.built_optimizer = optimizer_settings(self.optimizer)
         self.where = {
             name: (entry.name, entry.slots[i] if entry.slots else None)
             for entry in self.found.values()
@@ -125,13 +121,18 @@ class World:
             found[name] += (State(GRAD, str(piece.dtype).removeprefix("torch.")),)
         return found
 
-    def values(self) -> dict[tuple[str, str], torch.Tensor]:
-        """``{(tensor, state): local tensor}`` of everything this rank holds, read from the live objects."""
+    def handles(self) -> dict[tuple[str, str], torch.Tensor]:
+        """``{(tensor, state): live tensor}`` of what modules and the optimizer hold, as they hold it."""
         held: dict[tuple[str, str], torch.Tensor] = {}
         for name, entry in self.found.items():
             held[name, entry.kind] = entry.value
         for name, values in optimizer_states(self.optimizer, self.found).items():
             held |= {(name, state.name): value for state, value in values.items()}
+        return held
+
+    def values(self) -> dict[tuple[str, str], torch.Tensor]:
+        """``{(tensor, state): local tensor}`` of everything this rank holds, read from the live objects."""
+        held = self.handles()
         for found in self.object_leaves().values():
             held |= {(leaf.tensor, leaf.state): leaf.value for leaf in found}
         held |= {(name, GRAD): piece for name, piece in self.gradients.items()}
@@ -203,10 +204,10 @@ def carry_groups(
         new_names: likewise, of the new parameters.
 
     Raises:
-        ValueError: the groups are not the same.
+        ArgumentError: the groups are not the same.
     """
     if len(old.param_groups) != len(new.param_groups):
-        raise ValueError(
+        raise ArgumentError(
             f"build made {len(new.param_groups)} parameter groups for the new layout and {len(old.param_groups)} "
             "for the old one; make the same groups in every layout, empty ones too"
         )
@@ -214,7 +215,7 @@ def carry_groups(
     for number, group in enumerate(new.param_groups):
         strangers = [new_names[id(p)] for p in group["params"] if place.get(new_names[id(p)], number) != number]
         if strangers:
-            raise ValueError(
+            raise ArgumentError(
                 f"build moved {', '.join(strangers)} to parameter group {number}; keep groups as they were"
             )
         group |= {key: value for key, value in old.param_groups[number].items() if key not in MECHANICS}

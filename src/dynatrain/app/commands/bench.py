@@ -51,10 +51,10 @@ def bench(
     checkpoints: Checkpoints = "/dev/shm",  # noqa: S108 - tmpfs is the point
     json: bool = False,
 ) -> int:
-    """Measure how fast the state of AdamW in fp32 changes its layout, and what else PyTorch offers for it.
+    """Measure how fast the state of AdamW in fp32 changes its layout, and what else there is for it.
 
-    Ranks are processes of this machine's CPU. The state is generated, nothing is trained. All methods run in turn, and
-    every outcome is checked by digests.
+    Ranks are processes of this machine's CPU. The state is generated, nothing is trained. All methods run in turn, a
+    restart of all processes last, and every outcome is checked by digests.
 
     Args:
         model: a preset, or a folder with a config.json.
@@ -63,7 +63,7 @@ def bench(
         to: the layout after.
         repeats: runs of dynatrain in each mode, by the nearest transport and by gloo alone.
         slow_repeats: runs of the other methods, which take many times as long.
-        checkpoints: where dcp and reload write, and what they write is removed: memory, or a folder on a disk.
+        checkpoints: where dcp, reload and restart write, and what they write is removed: memory, or a folder on a disk.
         json: print one JSON object.
     """
     shape = resolve_model(model)

@@ -39,6 +39,7 @@ def status(run: Run = "", /, *, json: bool = False) -> int:
                 "hosts": {str(node): name for node, name in world.hosts.items()},
                 "lent": world.lent,
                 "parked": world.parked,
+                "ready": {"layout": world.ready[0], "bytes": world.ready[1]} if world.ready else None,
                 "steps": progress.steps,
                 "last": last,
                 "age_seconds": age,

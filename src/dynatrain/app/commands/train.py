@@ -50,7 +50,7 @@ def run(words: list[str]) -> int:
         the two dashes torchrun takes --run for an option of its own. The run's folder has to be on a shared disk.
 
         Exit codes: 0 trained to the end; 2 something to correct, nothing was started; 3 the run failed; 75 stopped and
-        saved, the same command goes on; 130 Ctrl-C; 143 SIGTERM with nothing saved.
+        saved, the same command with --run NAME goes on; 130 Ctrl-C; 143 SIGTERM with nothing saved.
 
         Args:
             config: the file; needed for a new run.

@@ -11,7 +11,7 @@ from dynatrain.train.world import World
 
 
 @dataclass(slots=True)
-class Saved:
+class BeforeStep:
     """Copies of some pieces' values.
 
     Attributes:
