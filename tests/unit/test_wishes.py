@@ -118,6 +118,20 @@ def test_what_is_still_with_the_agent_is_waited_for_at_the_last_edge_and_at_none
     assert time.monotonic() - began < 30
 
 
+def test_a_stop_is_not_held_up_by_what_the_agent_will_not_begin_any_more():
+    board = Board(HashStore(), 1)
+    wishes = Wishes(board, {}, "keep")
+    wishes.expect("lent", 9, lambda: False, 60.0)
+    later = threading.Timer(0.1, board.publish, (json.dumps({"id": "s", "verb": "stop"}),))
+    later.start()
+    began = time.monotonic()
+
+    assert [order.verb for order in wishes.due(7)] == ["stop"]
+
+    later.join()
+    assert time.monotonic() - began < 30
+
+
 @pytest.mark.parametrize(("answered", "patience"), [(True, 60.0), (False, 0.05)], ids=["answered", "never"])
 def test_what_the_agent_refuses_or_never_puts_up_is_waited_for_no_longer(answered, patience):
     wishes = Wishes(Board(HashStore(), 1), {}, "keep")

@@ -166,15 +166,24 @@ class Wishes:
             self._seen = number + 1
 
     def _await(self, step: int) -> None:
-        """Wait for what has to be begun now and is still with the agent; the other ranks wait in their next step."""
+        """Wait for what has to be begun now and is still with the agent; the other ranks wait in their next step.
+
+        An agent whose run is asked to stop begins nothing more.
+        """
         for request_id, expected in tuple(self._expected.items()):
             if expected.at - LEAD_STEPS > step:
                 continue
             end = time.monotonic() + expected.patience
-            while request_id in self._expected and not expected.answered() and time.monotonic() < end:
+            while request_id in self._expected and not (self._stopping or expected.answered()):
+                if time.monotonic() > end:
+                    break
                 time.sleep(_POLL_SECONDS)
                 self._hear()
             self._expected.pop(request_id, None)
+
+    @property
+    def _stopping(self) -> bool:
+        return any(order.verb == "stop" for order in self._asked)
 
     def _saves_at(self, step: int) -> list[Order]:
         """The save that is due by its interval, unless it would hold up a switch whose step was promised.
