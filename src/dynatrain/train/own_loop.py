@@ -87,7 +87,7 @@ class LoopRun:
         return self.trained
 
     def note(self, **values: Any) -> None:
-        """Tell the agent the step; write a line of kind ``loop`` into ``metrics.jsonl``: step, layout, and these values.
+        """Tell the agent the step, and write a line of kind ``loop`` to ``metrics.jsonl``: step, layout, these values.
 
         All ranks may call it; rank 0 writes.
         """
