@@ -1,14 +1,15 @@
-"""What publishing costs training: ``python benchmarks/publish.py [--model 25m] [--mib-per-second 4]``.
+"""What publishing costs training: ``python benchmarks/publish.py [--model 25m] [--mib-per-second 0.5]``.
 
 Forked ranks train for real in fsdp; an engine in processes of its own (``recipes/tiny_engine.py``) takes the weights.
-Some steps are trained alone, and then some beside a publish, of all weights and of changes in turn. Prints, of the
-slowest rank: the median step alone, how much longer the steps took from the publish's begin to its end than as many of
-these (cost, in percent of them), the same of the processor's time that the rank's process took (work, which other load
-on the machine changes less), the publish's seconds and bytes, and memory, predicted and measured. Writes
-``publish.json``.
+Some steps are trained alone, then some beside a publish, of all weights and of changes in turn, then some alone again,
+so that a machine that becomes slower or faster meanwhile is on both sides. Prints, of the slowest rank: the mean step
+alone, how much longer the mean step is from the publish's begin to its end (cost, in percent), the same of the median
+steps and of the processor's time that the rank's process took (work, which other load on the machine changes less), the
+publish's seconds and bytes, and memory, predicted and measured. Writes ``publish.json``.
 
 The engine runs on the same cores as the ranks, and both ends of every byte are counted in: what is sent, what is
-fetched and what is digested. ``--mib-per-second`` is the rate cap of each rank.
+fetched and what is digested. ``--mib-per-second`` is the rate cap of each rank; at 0.5 a publish of the 25m model from
+two ranks takes some 48 s, tens of steps, in calls of the engine of some 10 s each.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from dynatrain.train.publisher import EngineTarget
 from dynatrain.train.switcher import Switcher
 from dynatrain.train.trainer import Job, Trainer
 
-WARM, STEADY = 2, 5
+WARM, STEADY = 2, 10
 DEADLINE = 600.0
 
 
@@ -80,29 +81,38 @@ def train(arguments, store, rank, url):
     ]
 
 
-def beside(trainer, sw, target, seconds, *, changes):
-    """Steps alone, then steps until a publish has ended."""
-    sw.publish(target, changes=changes).wait() if changes else None  # what changes are changes of
+def alone(trainer, seconds, steps):
+    """Train some steps; seconds of each, of all with what is between them, and the processor's seconds of all."""
     seconds.clear()
-    worked = time.process_time()
-    trainer.run(sw.step + STEADY)
-    step, work = statistics.median(seconds), (time.process_time() - worked) / STEADY
-    dist.barrier()
     began, worked = time.perf_counter(), time.process_time()
-    publishing, steps = sw.publish(target, changes=changes), 0
+    trainer.run(trainer.switcher.step + steps)
+    return [*seconds], time.perf_counter() - began, time.process_time() - worked
+
+
+def beside(trainer, sw, target, seconds, *, changes):
+    """Steps alone, steps until a publish has ended, and steps alone again."""
+    sw.publish(target, changes=changes).wait() if changes else None  # what changes are changes of
+    before = alone(trainer, seconds, STEADY)
+    dist.barrier()
+    seconds.clear()
+    began, worked = time.perf_counter(), time.process_time()
+    publishing = sw.publish(target, changes=changes)
     while True:
         trainer.run(sw.step + 1)
-        steps += 1
         ended = torch.tensor(float(publishing.done))
         dist.all_reduce(ended)
         if ended == dist.get_world_size():
             break
-    took, worked, done = time.perf_counter() - began, time.process_time() - worked, publishing.wait()
+    took, worked, steps = time.perf_counter() - began, time.process_time() - worked, [*seconds]
+    done = publishing.wait()
+    single, whole, work = (one + other for one, other in zip(before, alone(trainer, seconds, STEADY), strict=True))
+    step, work = whole / len(single), work / len(single)
     return {
         "step": step,
-        "cost_percent": 100 * (took / (steps * step) - 1),
-        "work_percent": 100 * (worked / (steps * work) - 1),
-        "steps": steps,
+        "cost_percent": 100 * (took / (len(steps) * step) - 1),
+        "median_percent": 100 * (statistics.median(steps) / statistics.median(single) - 1),
+        "work_percent": 100 * (worked / (len(steps) * work) - 1),
+        "steps": len(steps),
         "publish": done.seconds,
         "mib": done.nbytes / (1 << 20),
         "predicted_mib": max(done.predicted) / (1 << 20),
@@ -152,7 +162,7 @@ def main():
     parser.add_argument("--model", default="25m")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=512, help="tokens of each rank's one sequence a step")
-    parser.add_argument("--mib-per-second", type=float, default=4.0, help="rate cap of each rank; 0 for none")
+    parser.add_argument("--mib-per-second", type=float, default=0.5, help="rate cap of each rank; 0 for none")
     parser.add_argument("--lr", type=float, default=1e-5, help="how many bf16 values a step changes depends on it")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
@@ -170,7 +180,10 @@ def main():
     given = {name: value for name, value in vars(arguments).items() if name != "out"}
     arguments.out.write_text(json.dumps(given | {"rows": made}, indent=1) + "\n", encoding="utf-8")
     for row in made:
-        cost = f"cost {row['cost_percent']:+.1f} %, work {row['work_percent']:+.1f} % over {row['steps']} steps"
+        cost = (
+            f"cost {row['cost_percent']:+.1f} %, median {row['median_percent']:+.1f} %, "
+            f"work {row['work_percent']:+.1f} % over {row['steps']} steps"
+        )
         memory = f"memory {row['measured_mib']:.1f} of {row['predicted_mib']:.1f} MiB"
         print(
             f"{row['what']:8} step {row['step']:.3f} s, {cost}, publish {row['publish']:.2f} s, "

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dynatrain.app.prints import prints_of
 from dynatrain.app.start import ENTRY, anywhere, entry_of, make
 from dynatrain.config.errors import ConfigError
 from dynatrain.config.load import load_config
@@ -115,6 +116,15 @@ def test_the_run_is_made_without_data_and_its_ranks_know_the_file_anywhere(file,
     assert entry_of(again, ENTRY) == f"dynatrain.train.own_loop:entry {file}:learn"
     assert entry_of(config_of(), ENTRY) == ENTRY
     assert sorted(path.name for path in run.path.iterdir() if path.is_file()) == ["config.toml", "environment.json"]
+
+
+def test_agents_with_another_file_are_told_apart(file):
+    checked = check_run(config_of(f"--loop={file}:learn"))
+    before = prints_of(checked)
+    file.write_text(file.read_text() + "# changed")
+
+    assert {key for key, value in prints_of(checked).items() if before[key] != value} == {"loop"}
+    assert prints_of(check_run(config_of())).keys() == before.keys() - {"loop"}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Plans from a run's layout into an engine's own tensors: every element once, where the engine expects it."""
 
+import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,14 +15,15 @@ from dynatrain.layout.form import LayoutError
 from dynatrain.layout.resolve import resolve
 from dynatrain.layout.text import parse_layout
 from dynatrain.plan.plan import Transform
-from dynatrain.plan.publish import Publication, copied_bytes, predicted_bytes
-from dynatrain.space.box import whole, within
+from dynatrain.plan.publish import CALL_SECONDS, Publication, copied_bytes, predicted_bytes, round_bytes_at
+from dynatrain.space.box import volume, whole, within
 from dynatrain.space.decoder import catalogue
 from dynatrain.space.engine import Engine
 from dynatrain.space.engine_names import FUSED
 from dynatrain.space.hf_config import ModelError
 from dynatrain.space.hf_names import file_parts, file_shapes
 from dynatrain.space.ownership import declared
+from dynatrain.train.publisher import EngineTarget, Publisher, _Known
 
 LLAMA = small_shape(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=8)
 GPT2 = small_shape(
@@ -273,3 +276,40 @@ def test_the_judge_sees_an_expert_in_the_place_of_another():
     one, other = (arriving[0][at] for at in found[:2])
     arriving[0][found[0]], arriving[0][found[1]] = replace(one, move=other.move), replace(other, move=one.move)
     assert sum("is no part of it" in problem for problem in judge_deliveries(plan.engine, arriving)) == 2
+
+
+@pytest.mark.parametrize(
+    ("run", "far", "rate", "most"),
+    [
+        ("fsdp4", "tp2", 0, 1 << 14),
+        ("fsdp4", "tp2", 1e9, 1 << 14),
+        ("fsdp4", "tp2", 100.0, 4000),
+        ("fsdp4", "dp2.tp2", 100.0, 2000),
+        ("pp2.fsdp2", "tp2", 100.0, 2000),
+        ("dp2.tp2", "tp2", 100.0, 2000),
+        ("dp1", "tp2", 1e-3, 1),
+    ],
+)
+def test_a_round_is_as_small_as_its_call_is_to_be_short(run, far, rate, most):
+    assert round_bytes_at(rate, parse_layout(run), parse_layout(far), 1 << 14) == most
+
+
+@pytest.mark.parametrize(
+    ("run", "far"), [("fsdp4", "tp2"), ("fsdp2.tp2", "dp2.tp2"), ("pp2.dp2", "tp2"), ("dp4", "dp1")]
+)
+def test_at_a_low_rate_no_call_waits_longer_for_a_rank_than_that_and_for_one_tensor_more(run, far):
+    rate, held = 1000.0, catalogue(LLAMA)
+    ownership = declared(held, resolve(parse_layout(run), LLAMA.num_hidden_layers), LLAMA.num_hidden_layers)
+    options = {"config": LLAMA.to_config(), "layout": far, "dtype": "fp32", "mib_per_second": rate / (1 << 20)}
+    world = SimpleNamespace(catalogue=held, ownership=ownership)
+    publisher = Publisher(SimpleNamespace(rank=0))
+    plan = publisher._draw(world, EngineTarget(engine="x", **options), _Known()).publication
+    largest = max(4 * math.prod(tensor.shape) for tensor in plan.engine.catalogue)
+
+    sent = [
+        4 * sum(volume(one.place) for its in of_round.values() for one in its)
+        for holder in range(plan.first)
+        for of_round in plan.rounds(plan.deliveries(plan.part(holder).sends))
+    ]
+
+    assert max(sent) <= CALL_SECONDS * rate + largest

@@ -1,6 +1,7 @@
 """Where a switch to other members begins: newcomers are waited for only where its step was promised."""
 
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -24,8 +25,8 @@ class Ranks:
         party = SimpleNamespace(rank=0, board=self.board, deadline=deadline, patience=1e9)
         self.attempt, self.party = attempt, party
 
-    def start(self, at):
-        order = SimpleNamespace(turn=1, at=at, edge=10)
+    def start(self, at, edge=10):
+        order = SimpleNamespace(turn=1, at=at, edge=edge)
         return Start(self.party, order, self.attempt, lambda: False)
 
 
@@ -39,6 +40,14 @@ def test_it_begins_at_the_step_that_was_promised_though_the_newcomer_is_late():
     later.join()
 
     assert start.look(12, 8).edge == 12
+
+
+def test_nobody_waits_at_the_edge_of_the_decision_as_others_may_hear_of_it_an_edge_later():
+    start = Ranks().start(at=8, edge=11)
+
+    began = time.monotonic()
+    assert start.look(11, 7) is None
+    assert time.monotonic() - began < 30
 
 
 def test_without_a_promise_nobody_waits_for_a_newcomer():

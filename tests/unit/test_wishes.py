@@ -90,6 +90,18 @@ def test_other_members_from_a_step_on_are_asked_for_two_steps_before_it_and_hold
     }
 
 
+def test_a_save_that_would_hold_up_what_is_still_with_the_agent_comes_behind_it():
+    board = Board(HashStore(), 1)
+    wishes, found = Wishes(board, {}, "keep", every=5), {}
+    wishes.expect("lent", 7, lambda: False, 60.0)
+    for step in range(8):
+        if step == 5:
+            crossing(board, 7)
+        found[step] = next(wishes.due(step), None)
+
+    assert {step: (order.verb, order.at) for step, order in found.items() if order} == {5: ("lend", 7), 6: ("save", 5)}
+
+
 def test_what_is_still_with_the_agent_is_waited_for_at_the_last_edge_and_at_none_before():
     board = Board(HashStore(), 1)
     wishes = Wishes(board, {}, "keep")
@@ -103,6 +115,20 @@ def test_what_is_still_with_the_agent_is_waited_for_at_the_last_edge_and_at_none
     later.join()
     began = time.monotonic()
     assert [*wishes.due(8)] == []
+    assert time.monotonic() - began < 30
+
+
+def test_a_stop_is_not_held_up_by_what_the_agent_will_not_begin_any_more():
+    board = Board(HashStore(), 1)
+    wishes = Wishes(board, {}, "keep")
+    wishes.expect("lent", 9, lambda: False, 60.0)
+    later = threading.Timer(0.1, board.publish, (json.dumps({"id": "s", "verb": "stop"}),))
+    later.start()
+    began = time.monotonic()
+
+    assert [order.verb for order in wishes.due(7)] == ["stop"]
+
+    later.join()
     assert time.monotonic() - began < 30
 
 

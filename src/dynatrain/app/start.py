@@ -92,7 +92,7 @@ def start(
         drain_seconds=config.world.grace,
         spares=config.world.spares,
         interface=config.world.interface,
-        prints=prints_of(checked.shape),
+        prints=prints_of(checked),
         layout=print_layout(checked.layout),
         resize=partial(layout_of_size, checked),
         survives=True,

@@ -7,6 +7,7 @@ transform; nothing else of a plan changes. Where experts lie apart there, a move
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dynatrain.layout.layout import Layout
 from dynatrain.plan.build import rank_plan
 from dynatrain.plan.plan import Delivery, Move, RankPlan, Schedule, Transform
 from dynatrain.plan.schedule import keep_schedule
@@ -17,6 +18,28 @@ from dynatrain.space.tensor import ITEMSIZE
 
 INDEX_BYTES = 4
 """Of the place of one changed element."""
+
+CALL_SECONDS = 10.0
+"""Of one call that brings a round, about, where the rate is bounded: engines, and what lies on the way to them, give up
+on calls that do not return."""
+
+
+def round_bytes_at(rate: float, run: Layout, engine: Layout, round_bytes: int) -> int:
+    """Bytes of the tensors of one round whose call takes no longer than :data:`CALL_SECONDS`, about.
+
+    The ranks that cut a tensor send it together, to each replica of the engine once. Those that hold copies take turns,
+    but all of a round may be one's. A tensor is not divided among rounds.
+
+    Args:
+        rate: bytes a second that each rank of the run sends at most; 0 for no bound.
+        run: its layout.
+        engine: its layout.
+        round_bytes: the most.
+    """
+    if not rate:
+        return round_bytes
+    senders = run.world_size // (run.size("pp") * run.size("dp"))
+    return max(1, min(round_bytes, int(CALL_SECONDS * rate * senders / engine.size("dp"))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,8 +34,8 @@ class Lends:
             What may be waited for behind that edge: then the processes are gone, and their memory is free.
 
         Raises:
-            ArgumentError: no agent starts and ends this loop's ranks; there are no such ranks, or none would stay; or the
-                step is too near.
+            ArgumentError: no agent starts and ends this loop's ranks; there are no such ranks, or none would stay; or
+                the step is too near.
         """
         size, leave = self._party.world_size, sorted(set(ranks))
         left = size - (len(leave) or count)

@@ -53,6 +53,7 @@ class LoopRun:
         self._checked = checked
         self.device = device
         self.trained: Switcher | None = None
+        self._tell_agent: Callable[[int], None] = lambda _step: None
 
     @property
     def steps(self) -> int:
@@ -81,13 +82,20 @@ class LoopRun:
         if self.trained is not None:
             raise LoopError("run.switcher was called before: a run under the agent has one job")
         recorder = recorder_of(self._seat, self.device)
-        self.trained, _ = begin(self._seat, self._checked, self.device, recorder, build, state=state, **more)
+        self.trained, progress = begin(self._seat, self._checked, self.device, recorder, build, state=state, **more)
+        self._tell_agent = progress.step
         return self.trained
 
     def note(self, **values: Any) -> None:
-        """Write a line of kind ``loop`` into ``metrics.jsonl``: step, layout, and these values. Rank 0's counts."""
+        """Tell the agent the step, and write a line of kind ``loop`` to ``metrics.jsonl``: step, layout, these values.
+
+        All ranks may call it; rank 0 writes.
+        """
         sw = self.trained
-        if sw is not None and sw.rank == 0:
+        if sw is None:
+            return
+        self._tell_agent(sw.step)
+        if sw.rank == 0:
             with Log(self.folder.metrics, generation=sw.generation, attempt=self._seat.context.attempt) as log:
                 log.write("loop", step=sw.step, layout=print_layout(sw.layout), **values)
 

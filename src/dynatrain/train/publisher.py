@@ -6,7 +6,7 @@ from typing import Any
 
 from dynatrain.execute.engine_client import EngineClient, HttpEngine
 from dynatrain.execute.hf_export import WRITTEN_DTYPES
-from dynatrain.plan.publish import Publication
+from dynatrain.plan.publish import Publication, round_bytes_at
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.space.engine import FUSED, Engine
 from dynatrain.space.hf_config import ModelError
@@ -29,7 +29,8 @@ class EngineTarget:
         fused: name of each module that it fuses, and the modules in it, in their order; ``{}`` for none, as the files
             have it. ``experts.NAME`` is a stack of all experts of a layer.
         mib_per_second: most that each rank sends; 0 for no bound.
-        round_bytes: bytes of tensors, in the run's dtype, that one ``update_weights`` brings; at least one tensor.
+        round_bytes: bytes of tensors, in the run's dtype, that one ``update_weights`` brings; at least one tensor, and
+            fewer where ``mib_per_second`` would have that call take more than some ten seconds.
         host: the address of this rank's machine for the engine's.
         deadline: seconds that a publish may take.
     """
@@ -144,6 +145,7 @@ class Publisher:
             shape = DecoderShape.from_config(dict(target.config), to_train=False)
             dtype = str(WRITTEN_DTYPES[target.dtype]).removeprefix("torch.")
             engine = Engine.of(shape, target.layout, world.catalogue, dtype=dtype, fused=target.fused)
-            plan = Publication.of(engine, world.ownership, target.round_bytes)
+            rate, layouts = target.mib_per_second * (1 << 20), (world.ownership.layout, engine.ownership.layout)
+            plan = Publication.of(engine, world.ownership, round_bytes_at(rate, *layouts, target.round_bytes))
             known.ownership, known.drawn = world.ownership, Drawn(plan, self._party.rank)
         return known.drawn

@@ -139,16 +139,21 @@ class Wishes:
 
     def due(self, step: int) -> Iterator[Order]:
         """Take the wishes that could begin at ``step``, one by one, oldest first; take no more than can be begun."""
-        self._hear()
-        self._await(step)
-        soon = [order for order in self._promised if order.at - LEAD_STEPS <= step]
-        self._promised = [order for order in self._promised if order not in soon]
-        self._asked += sorted(soon, key=lambda order: order.at)
+        self._take_promised(step)
         if self._every and self._next_save - LEAD_STEPS <= step:
             self._interval = [Order(layout="", verb="save", at=self._next_save, by="interval")]
             self._next_save = self._after(max(step, self._next_save))
+        self._hear()
+        self._await(step)
+        self._take_promised(step)  # of what has just come
         while waiting := self._asked or self._saves_at(step):  # what somebody waits for goes first
             yield waiting.pop(0)
+
+    def _take_promised(self, step: int) -> None:
+        """What was promised for a later step, and has to be begun now, is asked for like all else."""
+        soon = [order for order in self._promised if order.at - LEAD_STEPS <= step]
+        self._promised = [order for order in self._promised if order not in soon]
+        self._asked += sorted(soon, key=lambda order: order.at)
 
     def _hear(self) -> None:
         """Take what has been put up since the last time."""
@@ -161,15 +166,24 @@ class Wishes:
             self._seen = number + 1
 
     def _await(self, step: int) -> None:
-        """Wait for what has to be begun now and is still with the agent; the other ranks wait in their next step."""
+        """Wait for what has to be begun now and is still with the agent; the other ranks wait in their next step.
+
+        An agent whose run is asked to stop begins nothing more.
+        """
         for request_id, expected in tuple(self._expected.items()):
             if expected.at - LEAD_STEPS > step:
                 continue
             end = time.monotonic() + expected.patience
-            while request_id in self._expected and not expected.answered() and time.monotonic() < end:
+            while request_id in self._expected and not (self._stopping or expected.answered()):
+                if time.monotonic() > end:
+                    break
                 time.sleep(_POLL_SECONDS)
                 self._hear()
             self._expected.pop(request_id, None)
+
+    @property
+    def _stopping(self) -> bool:
+        return any(order.verb == "stop" for order in self._asked)
 
     def _saves_at(self, step: int) -> list[Order]:
         """The save that is due by its interval, unless it would hold up a switch whose step was promised.
@@ -177,7 +191,8 @@ class Wishes:
         One order is under way at a time. Such a save comes behind the switch.
         """
         begins = max([step + LEAD_STEPS, *(order.at for order in self._interval)])
-        return [] if any(order.at - LEAD_STEPS <= begins for order in self._promised) else self._interval
+        promised = [one.at for one in (*self._promised, *self._expected.values())]
+        return [] if any(at - LEAD_STEPS <= begins for at in promised) else self._interval
 
     def answer(self, order: Order, outcome: str, message: str, switch: int | None = None) -> None:
         """Tell whoever asked what became of it."""

@@ -71,7 +71,7 @@ def join(
         pid=os.getpid(),
         devices=0,
         ranks=ranks,
-        prints=prints_of(checked.shape) | {"config": print_of([folder.config.read_bytes()])},
+        prints=prints_of(checked) | {"config": print_of([folder.config.read_bytes()])},
     )
     world = checked.config.world
     code = join_agent(
