@@ -16,12 +16,13 @@ from dynatrain.cluster.kernel import RANK_PRIORITY, take_realtime
 from dynatrain.cluster.summons import Summons
 from dynatrain.cluster.worlds import COMMIT, Worlds, crossing_board
 from dynatrain.train import groups, trainer
+from dynatrain.train.course import Course
 from dynatrain.train.trainer import Trainer
 
 PLACES = ("begin", "totals", "coupled", "updated")
 """Of a step: before its forward; before its last collective, behind it; behind its update. Others are phases of the
-crossing by which a loss before is mended, and ``connects``: all its members have come to make a group; ``parked``; and
-``over``: behind the loop."""
+crossing by which a loss before is mended, ``connects``: all its members have come to make a group, and ``told``: it has
+also told its address; ``parked``; ``stopping``: about to save for that; and ``over``: behind the loop."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,20 @@ class Books(jobs.Books):
 
     def saved(self, saved):
         pass
+
+
+class Waiting(dist.Store):
+    """A store in which a member falls when it has told what it has to tell, and waits for the others."""
+
+    def __init__(self, store, plant):
+        super().__init__()
+        self.store, self.plant = store, plant
+
+    def set(self, key, value):
+        self.store.set(key, value)
+
+    def wait(self, *_):
+        self.plant.at(None, "told")
 
 
 @dataclass
@@ -184,7 +199,7 @@ def _train(world, case, layout, size, falls, visits, beside, more):
 
 
 def _patch(plant, sw, data):
-    totals, step, named_group = trainer.step_totals, Trainer._step, groups.named_group
+    totals, step, named_group, save = trainer.step_totals, Trainer._step, groups.named_group, Course._save_now
 
     def planted_totals(*given, **more):
         plant.at(sw.step, "totals")
@@ -197,9 +212,16 @@ def _patch(plant, sw, data):
         plant.at(number, "begin")
         step(self, number)
 
-    def planted_group(name, *given, **more):
+    def planted_save(self):
+        plant.at(None, "stopping")
+        return save(self)
+
+    def planted_group(name, members, me, backend, store, timeout):
         if not name.startswith("g0."):  # of the first world
             plant.at(None, "connects")
-        return named_group(name, *given, **more)
+            if any((fall.member, fall.place) == (plant.member, "told") for fall in plant.falls):
+                store = Waiting(store, plant)
+        return named_group(name, members, me, backend, store, timeout)
 
     trainer.step_totals, Trainer._step, groups.named_group = planted_totals, planted_step, planted_group
+    Course._save_now = planted_save

@@ -84,15 +84,17 @@ def test_who_falls_while_others_cross_is_lost_with_those_before(phase):
     assert found[1]["losses"][-1][1] == (3, 0)
 
 
-def test_who_falls_between_coming_to_a_group_and_connecting_leaves_nobody_waiting_inside_the_store():
+@pytest.mark.parametrize(("place", "member"), [("connects", 1), pytest.param("told", 0, marks=SWEPT)])
+def test_who_falls_between_coming_to_a_group_and_connecting_leaves_nobody_waiting_for_it(place, member):
     case = case_of(3, shape=SHALLOW)
-    falls = (Fall(2, 1, "totals", "dp2", (0, 1)), Fall(1, 1, "connects", "dp1", (0,)))
+    other = 1 - member
+    falls = (Fall(2, 1, "totals", "dp2", (0, 1)), Fall(member, 1, place, "dp1", (other,)))
     losses, visits = jobs.expected(case)
 
     found = survive(case, "dp3", 3, falls, visits)
 
     check(case, falls, found, losses)
-    assert found[0]["losses"][-1][1] == (2, 1)
+    assert found[other]["losses"][-1][1] == (2, member)
 
 
 def test_who_falls_before_anybody_has_made_a_step_costs_none():
@@ -127,18 +129,23 @@ def test_where_what_falls_behind_the_last_step_has_no_copy_the_steps_since_the_c
     assert (found[0]["losses"][0][2]["files"], found[0]["saved"]) == (5, 7)
 
 
-def park(sw, step, _found):
-    """Behind the first step, rank 0 is asked to park."""
-    if (sw.rank, step) == (0, 0):
-        sw._party.requests.publish(json.dumps({"verb": "park", "by": "test", "arguments": {}}))
+def asking(verb):
+    """Behind the first step, rank 0 is asked for this."""
+
+    def ask(sw, step, _found):
+        if (sw.rank, step) == (0, 0):
+            sw._party.requests.publish(json.dumps({"verb": verb, "by": "test", "arguments": {}}))
+
+    return ask
 
 
-def test_who_falls_while_the_run_is_parked_is_lost_and_the_others_stop_saved(tmp_path):
+@pytest.mark.parametrize(("verb", "place"), [("park", "parked"), ("stop", "stopping")])
+def test_who_falls_while_the_run_is_parked_or_saved_to_stop_is_lost_and_the_others_stop_saved(tmp_path, verb, place):
     case = case_of(30, shape=SHALLOW)
-    falls = (Fall(2, 0, "parked", "dp2", (0, 1)),)
+    falls = (Fall(2, 0, place, "dp2", (0, 1)),)
     _, visits = jobs.expected(case)
 
-    found = survive(case, "dp3", 3, falls, visits, beside=park, saves=Saves(root=tmp_path))
+    found = survive(case, "dp3", 3, falls, visits, beside=asking(verb), saves=Saves(root=tmp_path))
 
     for member in (0, 1):
         assert isinstance(found[member], dict), found
@@ -151,7 +158,7 @@ def test_who_falls_while_the_run_is_parked_is_lost_and_the_others_stop_saved(tmp
 def test_a_parked_run_that_is_not_saved_says_so_at_once_where_somebody_falls():
     case = case_of(30, shape=SHALLOW)
 
-    found = survive(case, "dp2", 2, (Fall(1, 0, "parked", "dp1", (0,)),), (), beside=park)
+    found = survive(case, "dp2", 2, (Fall(1, 0, "parked", "dp1", (0,)),), (), beside=asking("park"))
 
     said = "MendError: rank 1 was planted to fall; and the state of those that are left is parked, in a run that is not"
     assert said in str(found[0])

@@ -260,8 +260,12 @@ class Course:
         self.stopped = True
         self._saver.finish()
         wanted = self._save_at_stop and order.by != "SIGINT"  # Ctrl-C is a person who waits
-        saved = self._saver.save_now(self.world, self._step) if wanted else ""
+        saved = self._save_now() if wanted else ""
         self._turns.answer(order, "done", f"stopped at step {self._step}, {saved or 'not saved'}")
+
+    def _save_now(self) -> str:
+        """Save the job as it stops, and wait for it; what became of it."""
+        return self._saver.save_now(self.world, self._step)
 
     def _pass_over(self) -> None:
         """The step is over, and the loop has not come to the place inside it; likewise on all ranks."""

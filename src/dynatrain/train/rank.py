@@ -91,7 +91,7 @@ def take_part(context: RankContext, train: Callable[[Seat, CheckedRun, torch.dev
             with Log(context.folder.events, generation=context.generation, attempt=context.attempt) as log:
                 log.write("not_admitted", member=context.member, reason=str(refused))
             return
-        if switcher.stopped:
+        if switcher.stopped and not switcher.left:
             dist.barrier()
     if switcher.stopped and switcher.saved == switcher.step:
         raise SystemExit(SAVED)

@@ -82,6 +82,13 @@ class SurvivingCourse(Course):
             return self._step
         return -1
 
+    def _save_now(self) -> str:
+        """As of the base class; by those that are left, where a member is lost meanwhile."""
+        said = super()._save_now()
+        while self.survival.on and not self.left and self.meet(self._step) >= 0:
+            said = "" if self.left else super()._save_now()
+        return said
+
     def _park(self, order: Order) -> None:
         """As of the base class. Where a member is lost meanwhile, the others bring the state back, and stop saved.
 
