@@ -29,7 +29,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def check_checkpoint(path: Path) -> Checked:
-    """Check a checkpoint; in the folder of a run with our own loop also whether it has all states of the run's model."""
+    """Check a checkpoint; in a run's folder also whether it has all states of the run's model, where that is known."""
     try:
         manifest = Manifest.read(path)
     except CheckpointError as error:
