@@ -180,8 +180,17 @@ def test_all_members_of_a_node_are_lost_with_its_agent(cluster) -> None:
 def test_a_loss_before_the_first_step_ends_the_run(cluster) -> None:
     cluster.beat(1, layout="")
     cluster.end(1, signal=9)
-    with pytest.raises(RunFailedError, match=r"killed by SIGKILL.*members \[1\] had not made a step yet"):
+    with pytest.raises(RunFailedError, match=r"killed by SIGKILL.*members \[1\] were not ready for their first step"):
         cluster.tick()
+
+
+def test_whoever_is_lost_when_the_others_have_ended_is_missed_by_nobody(cluster) -> None:
+    cluster.end(0)
+    cluster.end(1, signal=9)
+    cluster.tick()
+    assert cluster.loss(1) is None
+    assert cluster.nodes[0].vitals.over()
+    assert cluster.nodes[0].vitals.code() == 0
 
 
 def test_what_is_left_and_cannot_go_on_ends_the_run_with_both_reasons(cluster) -> None:

@@ -77,6 +77,38 @@ def test_a_run_has_one_switcher_and_notes_are_rank_0s_lines(tmp_path):
     assert told == {"kind": "loop", "step": 3, "layout": "dp1", "reward": 0.3, "generation": 4, "attempt": 2}
 
 
+class Ended:
+    """A ``Switcher`` behind its loop; each of ``back`` is a loss, and the step from which the others go on."""
+
+    stopped = left = False
+    unsaved = ""
+
+    def __init__(self, step, back):
+        self.step, self.back, self.saved = step, [*back], []
+
+    def save_now(self):
+        self.saved.append(self.step)
+
+    def meet(self):
+        if self.back:
+            self.step = self.back.pop(0)
+            return False
+        return True
+
+
+def behind(step, *back):
+    trained = Ended(step, back)
+    own_loop._train(lambda run: setattr(run, "trained", trained), None, check_run(config_of()), None)
+    return trained.saved
+
+
+def test_ranks_that_are_lost_behind_the_loop_have_the_others_save_again_or_say_what_is_missing():
+    assert behind(7) == [7]
+    assert behind(7, 7) == [7, 7]
+    with pytest.raises(LoopError, match="lost behind the loop, and of step 7 not everything is left, but of 5"):
+        behind(7, 5)
+
+
 def test_the_run_is_made_without_data_and_its_ranks_know_the_file_anywhere(file, tmp_path):
     config = anywhere(config_of("--loop=my_policy.py:learn", "--data.paths=[]", "--data.sequence=1000000"))
     run = make(check_run(config), tmp_path / "run")

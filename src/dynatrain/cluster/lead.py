@@ -161,6 +161,9 @@ class Lead:
             self._cut_short(self._summons, "; ".join(lost.values()))
         if not {*self._world} & {*lost}:
             return  # it had left, or not come
+        others = {*self._world} - {*lost}
+        if self._summons is None and others and not others & self._living():
+            return  # they have ended behind their last step, where nobody needs it any more
         summons = self._losses.summons(self._world, lost, self._layout, self._generation + 1)
         self._request, self._number = Request(id=f"loss-{summons.generation}", verb="stop"), -1
         self._generation = summons.generation

@@ -55,7 +55,7 @@ class Losses:
             RunFailedError: nobody can go on.
         """
         if early := [member for member in world if not read_beat(self._meeting.board, member).layout]:
-            raise RunFailedError(f"{'; '.join(lost.values())}; members {early} had not made a step yet")
+            raise RunFailedError(f"{'; '.join(lost.values())}; members {early} were not ready for their first step")
         try:
             found = aftermath(
                 world,

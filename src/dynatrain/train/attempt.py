@@ -39,7 +39,6 @@ from dynatrain.train.gradients import forget, give
 from dynatrain.train.handover import RoundVotes, carry_back
 from dynatrain.train.install import bind, leaf_values, quiesce, remember, retire_world, unbind
 from dynatrain.train.module_settings import apply
-from dynatrain.train.optimizer_settings import set_optimizer
 from dynatrain.train.preparation import Preparation
 from dynatrain.train.quiet import agree_on, facts_of, stand_still
 from dynatrain.train.streams import Streams
@@ -235,7 +234,6 @@ class Attempt(Preparation):
             raise SwitchAbortedError("a newcomer is built otherwise than the run: " + "; ".join(problems))
         take(new, account.common, account.groups, account.optimizers)
         apply(new.parts, new.found, new.rule, new.built, new.changed)
-        set_optimizer(new.optimizer, new.built_optimizer, new.changed)
         give_extra_states(new.owners, new.given)
         assert self.way.after is not None
         device, first = self.party.device, Streams.of(account.streams)

@@ -136,6 +136,15 @@ def _train(loop: Loop, seat: Seat, checked: CheckedRun, device: torch.device) ->
     loop(run)
     if run.trained is None:
         raise LoopError(f"{checked.config.loop} has ended without run.switcher(build): nothing was trained")
-    save_end(run.trained, checked.config)
-    require_saved(run.trained)
-    return run.trained
+    sw, made = run.trained, run.trained.step
+    while True:
+        save_end(sw, checked.config)
+        if sw.left or sw.stopped or sw.meet():
+            break
+        if sw.step < made:
+            raise LoopError(
+                f"ranks were lost behind the loop, and of step {made} not everything is left, but of {sw.step}: start "
+                "the run again, which goes on from its newest checkpoint"
+            )
+    require_saved(sw)
+    return sw

@@ -12,7 +12,7 @@ from dynatrain.layout.text import parse_layout
 from dynatrain.models.decoder import canonical_name
 from dynatrain.train.baselines import dcp_load
 from dynatrain.train.bench_state import bind, digests, forget_peak, resident, room
-from dynatrain.train.groups import GroupPool, building
+from dynatrain.train.groups import Connections, GroupPool, building
 from dynatrain.train.live import entries
 from dynatrain.train.optimizer import OptimizerSettings, optimizer_of
 from dynatrain.train.parallel import Precision, build_parts
@@ -29,7 +29,7 @@ def begin(order: Order, folder: Path) -> Begun:
     rank = dist.get_rank()
     layout = resolve(parse_layout(order.layout), order.shape.num_hidden_layers)
     store = dist.PrefixStore("groups", default_store())
-    groups = GroupPool(store, rank=rank, world="restarted", backend="gloo", timeout_seconds=GROUP_SECONDS)
+    groups = GroupPool(Connections(store), rank=rank, world="restarted", backend="gloo", timeout_seconds=GROUP_SECONDS)
     mesh = groups.mesh(layout, "cpu")
     with building(groups, layout, "cpu"), torch.device("meta"):
         parts = build_parts(order.shape, layout, mesh, seed=1, precision=Precision())

@@ -42,6 +42,7 @@ class SurvivingCourse(Course):
         self._keeps = keeps if keeps is not None and keeps.every and self.survival.on else None
         self._keeping: Keeping | None = None
         self._broken = False
+        self._met = (0, 0)  # in which generation, and how often there, all ranks were met behind the loop
         super().__init__(party, world, **more)
 
     def edge(self, step: int) -> int:
@@ -68,9 +69,11 @@ class SurvivingCourse(Course):
             SwitchAbortedError: a rank did not come, and no loss is told that says why.
             MendError: what is left cannot go on.
         """
-        party = self._party
+        party, (generation, met) = self._party, self._met
+        met = met if generation == party.generation else 0
+        self._met = party.generation, met + 1
         try:
-            exchange(party.board, "end", party.rank, payload=None, timeout=party.groups.timeout_seconds)
+            exchange(party.board, f"end/{met}", party.rank, payload=None, timeout=party.groups.timeout_seconds)
         except SwitchAbortedError:
             if not self.survival.told():
                 raise

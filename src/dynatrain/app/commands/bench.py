@@ -30,7 +30,7 @@ To = Annotated[str, tyro.conf.arg(metavar="LAYOUT")]
 
 CASES = (("fsdp4", "fsdp2.tp2"), ("fsdp4", "pp2.fsdp2"), ("dp2.fsdp2", "fsdp4"))
 """What is measured on four ranks where no layouts are named."""
-TERMINATED = 128 + signal.SIGTERM
+FAILED, TERMINATED = 3, 128 + signal.SIGTERM
 
 
 def run(words: list[str]) -> int:
@@ -54,7 +54,8 @@ def bench(
     """Measure how fast the state of AdamW in fp32 changes its layout, and what else there is for it.
 
     Ranks are processes of this machine's CPU. The state is generated, nothing is trained. All methods run in turn, a
-    restart of all processes last, and every outcome is checked by digests.
+    restart of all processes last, and every outcome is checked by digests. Exit codes: 0 measured; 2 nothing was done;
+    3 a rank failed, or a method brought other state than there was.
 
     Args:
         model: a preset, or a folder with a config.json.
@@ -81,20 +82,24 @@ def bench(
     cases = ((old, to),) if old else CASES
     layouts = all_of(*(lambda text=text: read_layout(text) for case in cases for text in case))
     all_of(*(lambda layout=layout: check(layout, shape.limits(), world_size=ranks) for layout in layouts))
-    from dynatrain.train.bench import run_bench  # noqa: PLC0415 - torch, which a mistake need not wait for
+    from dynatrain.train.bench import BenchError, run_bench  # noqa: PLC0415 - torch, which a mistake need not wait for
 
     # Its checkpoints lie in memory: whoever ends the bench gets that memory back.
     signal.signal(signal.SIGTERM, _end)
     out = console(error=True)
-    rows = run_bench(
-        shape,
-        _pairs(layouts),
-        ranks=ranks,
-        repeats=repeats,
-        slow_repeats=slow_repeats,
-        tell=out.print,
-        checkpoints=folder,
-    )
+    try:
+        rows = run_bench(
+            shape,
+            _pairs(layouts),
+            ranks=ranks,
+            repeats=repeats,
+            slow_repeats=slow_repeats,
+            tell=out.print,
+            checkpoints=folder,
+        )
+    except BenchError as error:
+        out.print(str(error))
+        return FAILED
     if json:
         emit({"model": model, "ranks": ranks, "rows": [asdict(row) for row in rows]})
     else:
