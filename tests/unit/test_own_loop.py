@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from dynatrain.app.chosen import wanted
+from dynatrain.app.mistake import MistakeError
 from dynatrain.app.prints import prints_of
 from dynatrain.app.start import ENTRY, anywhere, entry_of, make
 from dynatrain.config.errors import ConfigError
@@ -125,6 +127,12 @@ def test_agents_with_another_file_are_told_apart(file):
 
     assert {key for key, value in prints_of(checked).items() if before[key] != value} == {"loop"}
     assert prints_of(check_run(config_of())).keys() == before.keys() - {"loop"}
+
+
+def test_what_its_checkpoints_hold_is_not_guessed_by_what_writes_or_reads_weights(file, tmp_path):
+    run = make(check_run(anywhere(config_of(f"--loop={file}:learn"))), tmp_path / "run")
+    with pytest.raises(MistakeError, match=r"trains in a loop of its own, .*my_policy.py:learn, which alone knows"):
+        wanted(str(run.path))
 
 
 @pytest.mark.parametrize(

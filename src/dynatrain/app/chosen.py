@@ -81,6 +81,11 @@ def wanted(text: str, step: int = NEWEST) -> Wanted:
             raise MistakeError(f"{path} is step {of_path}, and --step is {step}. Name the run, or leave --step out.")
         step = of_path
     config = config_of(run)
+    if config.loop:
+        raise MistakeError(
+            f"Run {run.name} trains in a loop of its own, {config.loop}, which alone knows what its checkpoints hold. "
+            "Have the loop write its weights, as recipes/hf_llama.py does."
+        )
     shape = with_dropout(resolve_model(config.model.config, to_train=True), config.model)
     return Wanted(run, config, shape, step)
 

@@ -29,7 +29,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def check_checkpoint(path: Path) -> Checked:
-    """Check a checkpoint; in a run's folder also whether it has all states of the run's model."""
+    """Check a checkpoint; in a run's folder also whether it has all states of the run's model, where that is known."""
     try:
         manifest = Manifest.read(path)
     except CheckpointError as error:
@@ -89,6 +89,8 @@ def _missing(path: Path, manifest: Manifest, tensors: Catalogue) -> Iterator[str
         return
     try:
         config = config_of(run)
+        if config.loop:  # it alone knows what it trains
+            return
         shape = resolve_model(config.model.config)
     except ValueError as error:
         if not is_mistake(error):
