@@ -38,7 +38,8 @@ from dynatrain.cluster.kernel import (
 )
 from dynatrain.space.decoder import DecoderShape
 from dynatrain.train.bench_rank import DEADLINE, RESTART, Bench, Case, Sample
-from dynatrain.train.restart import CHECKPOINT, RestartError, begin_anew
+from dynatrain.train.restart import RestartError, begin_anew
+from dynatrain.train.restart_order import CHECKPOINT
 
 OURS = ("dynatrain/keep", "dynatrain/keep/gloo", "dynatrain/tight", "dynatrain/tight/gloo")
 """Both modes, by the nearest transport and, with ``/gloo``, by the group's alone."""

@@ -37,7 +37,7 @@ from dynatrain.train.live import box_of, cuts_of
 from dynatrain.train.optimizer import OptimizerSettings
 from dynatrain.train.parallel import Precision
 from dynatrain.train.probe import Rates, digest_rate, probe
-from dynatrain.train.restart import Order
+from dynatrain.train.restart_order import Order
 from dynatrain.train.states import optimizer_states
 from dynatrain.train.switcher import Switcher
 from dynatrain.train.torch_private import local_tensor

@@ -8,82 +8,26 @@ torchrun end its ranks, and whom it cannot end any more the kernel kills.
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from dynatrain.cluster.kernel import signal_me_when_parent_ends
 from dynatrain.cluster.spawner import environment_below
-from dynatrain.space.decoder import DecoderShape
-from dynatrain.space.ownership import Ownership
-from dynatrain.space.tensor import Catalogue
-
-CHECKPOINT = "checkpoint"
-"""Name of what the old ranks have saved, in the folder of a restart."""
+from dynatrain.train.restart_order import Begun, Order
 
 _MODULE = "dynatrain.train.restart"
-_ORDER, _SAID, _READY, _FAILED = "order", "torchrun.log", "ready", "failed"
+_SAID, _READY, _FAILED = "torchrun.log", "ready", "failed"
 _GRACE_SECONDS = 10.0
 
 
 class RestartError(RuntimeError):
     """The new ranks did not come; the text has their words."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What new ranks are told by the old ones.
-
-    Attributes:
-        shape: of the model.
-        layout: in which they begin.
-        catalogue: all tensors.
-        old: who held what.
-        new: who is to hold what.
-        digests: of what was held, by the cells of ``new``, of all ranks.
-    """
-
-    shape: DecoderShape
-    layout: str
-    catalogue: Catalogue
-    old: Ownership
-    new: Ownership
-    digests: tuple[int, ...]
-
-    def write(self, folder: Path) -> None:
-        """Leave it in the folder of a restart."""
-        (folder / _ORDER).write_bytes(pickle.dumps(self))
-
-    @staticmethod
-    def read(folder: Path) -> "Order":
-        """What the old ranks have left."""
-        found: Order = pickle.loads((folder / _ORDER).read_bytes())  # noqa: S301 - of this bench, in its own folder
-        return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """How a new rank has begun; times are readings of the clock that all processes of a machine share.
-
-    Attributes:
-        imported: when it had imported torch and what it builds with.
-        built: when it had a model and an optimizer, without state.
-        ready: when it could train.
-        peak_bytes: most resident bytes beyond those that it had without state.
-        arrived: whether all ranks together hold what the old ones held.
-    """
-
-    imported: float
-    built: float
-    ready: float
-    peak_bytes: int
-    arrived: bool
 
 
 def begin_anew(folder: Path, ranks: int, *, timeout: float) -> list[Begun]:

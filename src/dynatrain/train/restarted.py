@@ -16,7 +16,7 @@ from dynatrain.train.groups import Connections, GroupPool, building
 from dynatrain.train.live import entries
 from dynatrain.train.optimizer import OptimizerSettings, optimizer_of
 from dynatrain.train.parallel import Precision, build_parts
-from dynatrain.train.restart import CHECKPOINT, Begun, Order
+from dynatrain.train.restart_order import CHECKPOINT, Begun, Order
 from dynatrain.train.torch_private import default_store
 
 GROUP_SECONDS = 300.0
