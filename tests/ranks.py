@@ -1,6 +1,7 @@
 """Real processes as ranks: forked, one thread each, with results handed back."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -44,6 +45,7 @@ def run(size, work, seconds=25, silent=()):
 
     def body(rank):
         torch.set_num_threads(1)
+        gc.freeze()  # as the agent's ranks: the collector would look through all that pytest has imported
         faulthandler.dump_traceback_later(seconds - 2, file=sys.__stderr__)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         try:

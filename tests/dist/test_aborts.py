@@ -170,7 +170,9 @@ def judge(results):
         assert all(verdict[3][0] == verdict[4][0] for verdict in verdicts), f"{where}: {before} became {after}"
         groups = [(verdict[3][1], verdict[4][1]) for verdict in verdicts]
         assert all(one >= other for one, other in groups), f"{where}: groups of each rank before and after: {groups}"
-        assert all(verdict[4][2:] == (True, 0) for verdict in verdicts), f"{where}: {before} became {after}"
+        assert all(verdict[4][2] for verdict in verdicts), f"{where}: the collector is off"
+        # What the rank found frozen goes as it is freed; nothing else is frozen.
+        assert all(verdict[4][3] <= verdict[3][3] for verdict in verdicts), f"{where}: {before} became {after}"
         assert second[0] == "committed", where
     # A few are in use at any moment; whatever an abort leaves behind would add up.
     assert max(max(result[2]) for result in results) < 30

@@ -26,7 +26,7 @@ from dynatrain.observe.run import RunFolder
 from dynatrain.space.hf_config import written_config
 
 MAIN = str(ROOT / "tests" / "dist" / "cli_main.py")
-STEPS, BATCH, SEQUENCE, SEED = 72, 4, 32, 3
+STEPS, BATCH, SEQUENCE, SEED = 64, 4, 32, 3
 CONFIG = f"""
 layout = "fsdp2"
 steps = {STEPS}

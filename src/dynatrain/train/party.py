@@ -13,6 +13,7 @@ from dynatrain.cluster.worlds import Worlds
 from dynatrain.execute.memory import Nearest
 from dynatrain.execute.pieces import Pool
 from dynatrain.execute.transport import Transport
+from dynatrain.layout.layout import Layout
 from dynatrain.models.names import NameRule
 from dynatrain.plan.schedule import ROUND_BYTES
 from dynatrain.train.groups import GroupPool
@@ -73,6 +74,7 @@ class Party:
         early: whether switches are decided before their first step: of a job that trains nothing, and so never comes to
             an update, and of several in one loop, whose updates could not be taken back together.
         hook: told of phases and rounds.
+        rehearsed: layouts, with their members, in which a first update was rehearsed in this process; mutated.
     """
 
     rank: int
@@ -98,6 +100,7 @@ class Party:
     transport: Callable[[dist.ProcessGroup, range], Transport] = field(default_factory=Nearest)
     early: bool = False
     hook: Hook = field(default=_quiet)
+    rehearsed: set[tuple[Layout, tuple[int, ...]]] = field(default_factory=set)
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     @property

@@ -177,7 +177,10 @@ class Preparation:
             rank=self.party.rank,
         )
         if self.way.after is not None:  # here and not in `warm`: it computes, and nobody waits for it
-            rehearse(self.new.optimizer)
+            here = (self.target, self.way.after.members)
+            if here not in self.way.standing.rehearsed:  # else torch has decided all that it has to
+                rehearse(self.new.optimizer)
+                self.way.standing.rehearsed.add(here)
 
     def _reads(self, rank: int) -> tuple[Fetch, ...]:
         """What a rank reads from the checkpoint."""
