@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests import toys
+from tests.keepers import wrong_keepers
 from tests.losses import OF_STEP, memory, newest_by_hand, recovered, right
 from tests.plans.cases import LAYERS, catalogues, layouts
 from tests.props.test_shelves import saved_by
 
 from dynatrain.judge.judge import judge_all, judge_whole
-from dynatrain.judge.loss import judge_keepers
 from dynatrain.judge.shelves import judge_fetches
 from dynatrain.layout.layout import Layout
 from dynatrain.plan.build import rank_plan, whole_plan
@@ -66,7 +66,7 @@ def planned(catalogue, old, new, loss, **how):
 def test_each_box_that_exists_once_has_one_keeper_elsewhere_and_no_change_evens_them_out(world):
     catalogue, old, nodes = world
     found = keepers(catalogue, old, nodes)
-    assert judge_keepers(catalogue, old, nodes, found.keeper) == ()
+    assert wrong_keepers(catalogue, old, nodes, found.keeper) == ()
 
     load = [found.kept_bytes(rank) for rank in old.layout.ranks]
     for rank in old.layout.ranks:
@@ -88,7 +88,7 @@ def test_a_wrong_keeper_is_found(world, data):
     if keeper[rank] is not None and len({*nodes}) > 1:
         wrong += [other for other in old.layout.ranks if nodes[other] == nodes[rank]]
     keeper[rank] = data.draw(st.sampled_from(wrong))
-    assert len(judge_keepers(catalogue, old, nodes, keeper)) == 1
+    assert len(wrong_keepers(catalogue, old, nodes, keeper)) == 1
 
 
 @few
