@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 
 import pytest
 from tests import jobs
@@ -123,7 +124,12 @@ def test_where_what_falls_behind_the_last_step_has_no_copy_the_steps_since_the_c
     falls = (Fall(1, 6, "over", "dp1", (0,)),)
     losses, visits = jobs.expected(case)
 
-    found = survive(case, "fsdp2", 2, falls, visits, saves=Saves(root=tmp_path, every=5))
+    def saved(_sw, step, _found):
+        late = time.monotonic() + 20
+        while step == 5 and not usable(tmp_path / checkpoint_name(5)) and time.monotonic() < late:
+            time.sleep(0.01)  # else the save may be under way when rank 1 falls
+
+    found = survive(case, "fsdp2", 2, falls, visits, beside=saved, saves=Saves(root=tmp_path, every=5))
 
     check(case, falls, found, losses, back=2)
     assert (found[0]["losses"][0][2]["files"], found[0]["saved"]) == (5, 7)
